@@ -179,6 +179,48 @@ def test_several_films_with_sound_interleaved(service: Service, ask: Ask) -> Non
     assert (heard.name, bytes(heard.data)) == ("sound", samples)
 
 
+def with_sound(events: list[events_pb2.Event], samples: int) -> list[events_pb2.Event]:
+    """A film that says that it has so many samples of sound."""
+    events[0].artifact.video.sound.CopyFrom(
+        events_pb2.AudioTrackFormat(
+            samples_per_second=SAMPLES_PER_SECOND, channels=CHANNELS, samples=samples
+        )
+    )
+    return events
+
+
+def test_the_sound_of_a_film(service: Service, ask: Ask) -> None:
+    samples = sound(40)
+    frames = with_sound(film(3)[1], 40)
+    heard = track(wav(samples), samples=40, media_type="audio/wav", name="sound")
+    service.on("GenerateVideo", [accepted(), *heard, *frames, done()])
+    result = ask("generate_video", "waves")
+    assert result.film.sound == moored.AudioTrackFormat(SAMPLES_PER_SECOND, CHANNELS, 40)
+    assert (result.audio.sample_rate, result.audio.sample_count) == (SAMPLES_PER_SECOND, 40)
+    assert result.audio.array.tobytes() == samples
+    assert f"3 frames of {WIDTH}x{HEIGHT} with sound" in repr(result)
+    assert "\n" not in repr(result)
+    described = json.loads(json.dumps(result.to_dict()))
+    assert described["films"][0]["sound"]["samples"] == 40
+    # A film that came as MP4 has it inside alone; a silent one has none.
+    service.on("GenerateVideo", [accepted(), *with_sound(encoded("video/mp4"), 40), done()])
+    with pytest.raises(ValueError, match=r'output="raw\+mp4"'):
+        _ = ask("generate_video", "waves", output="mp4").audio
+    service.on("GenerateVideo", [accepted(), *film(3)[1], done()])
+    silent = ask("generate_video", "waves")
+    assert (silent.audio, silent.film.sound) == (None, None)
+    assert "sound" not in repr(silent)
+
+
+def test_a_film_may_end_with_a_picture(service: Service, ask: Ask) -> None:
+    service.on("GenerateVideo", [accepted(), *film(3)[1], done()])
+    ask("generate_video", "waves", end_image=b"the last frame")
+    request = service.requests["GenerateVideo"]
+    assert request.end_image.data == b"the last frame"
+    with pytest.raises(TypeError, match="end_image"):
+        ask("generate_video", "waves", last_image=b"the last frame")
+
+
 @pytest.mark.parametrize(
     ("ending", "kind", "millisecond"),
     [(".png", "PNG", 1), (".apng", "PNG", 1), (".webp", "WEBP", 1), (".GIF", "GIF", 10)],

@@ -20,6 +20,7 @@ INPUTS = {
     "model.adapters[].id": "LoRA {number}",
     "model.adapters[].strength": "the strength of LoRA {number}",
     "init_image": "the image",
+    "end_image": "end_image",
     "init_latent": "the latent",
     "init_media": "the audio",
     "references": "the reference images",

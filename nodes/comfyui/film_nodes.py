@@ -27,6 +27,7 @@ NO_FRAMES = (
     "The node before gives its film as video alone: switch its give_frames on, or link the video to Get "
     "Video Components."
 )
+NO_SOUND = "The film has no sound: link a model that makes films with sound, or no node to audio."
 NO_CONTROLS = "ControlNets are for pictures: link the model as it is before Apply ControlNet."
 ONE_LENGTH = "The length is named twice: set either seconds or frames to 0."
 NO_RATE = "This model has no rate of its own: set fps beside seconds."
@@ -34,8 +35,14 @@ NO_RATE = "This model has no rate of its own: set fps beside seconds."
 
 def _outputs() -> list[io.Output]:
     return [
-        io.Video.Output("video", tooltip="The film, at its rate: for Save Video."),
+        io.Video.Output(
+            "video", tooltip="The film, at its rate and with its sound: for Save Video."
+        ),
         io.Image.Output("frames", tooltip="Its frames as a batch, where give_frames is on."),
+        io.Audio.Output(
+            "audio",
+            tooltip="Its sound, which the video has too. Of a silent film, nodes linked to audio do not run.",
+        ),
     ]
 
 
@@ -90,6 +97,11 @@ class ImageToVideo(io.ComfyNode):
                     "the picture's shape, with about as many pixels as the model's default"
                 ),
                 *film_inputs(),
+                io.Image.Input(
+                    "end_image",
+                    optional=True,
+                    tooltip="The last frame, where the model takes one, such as FramePack.",
+                ),
             ],
             outputs=_outputs(),
             hidden=[io.Hidden.unique_id],
@@ -97,11 +109,13 @@ class ImageToVideo(io.ComfyNode):
 
     @classmethod
     async def execute(
-        cls, model: ModelHandle, prompt: str, image: Any, **filming: Any
+        cls, model: ModelHandle, prompt: str, image: Any, end_image: Any = None, **filming: Any
     ) -> io.NodeOutput:
         """Generates."""
-        with told(cls.hidden.unique_id):
-            return await _filmed(cls.hidden.unique_id, model, prompt, image, **filming)
+        node = cls.hidden.unique_id
+        with told(node):
+            end = None if end_image is None else tensors.first_png_of(end_image)
+            return await _filmed(node, model, prompt, image, end=end, **filming)
 
 
 async def _filmed(
@@ -118,9 +132,10 @@ async def _filmed(
     fps: float = 0.0,
     give_frames: bool = False,
     preview_every_s: float = 0.0,
+    end: bytes | None = None,
     **asked: Any,
 ) -> io.NodeOutput:
-    """A film, from an IMAGE or from none (None)."""
+    """A film, from an IMAGE or from none (None), to the picture `end` if there is one."""
     if model.controls:
         raise Failure(NO_CONTROLS)
     if seconds and frames:
@@ -152,6 +167,7 @@ async def _filmed(
             seconds=seconds or None,
             frames_per_second=fps or None,
             init_image=start,
+            end_image=end,
             seed=seed,
             output="raw",
             preview_interval_s=preview_every_s or None,
@@ -161,8 +177,10 @@ async def _filmed(
     if preview_every_s and result.film.frame_count:
         display.finish(result.film.frame(0).image)
     batch = tensors.frames_of(result.film)
-    video = tensors.video_of(batch, result.frames_per_second)
-    return io.NodeOutput(video, batch if give_frames else ExecutionBlocker(NO_FRAMES))
+    audio = None if result.audio is None else tensors.audio_of([result.audio])
+    video = tensors.video_of(batch, result.frames_per_second, audio)
+    frames_out = batch if give_frames else ExecutionBlocker(NO_FRAMES)
+    return io.NodeOutput(video, frames_out, ExecutionBlocker(NO_SOUND) if audio is None else audio)
 
 
 async def _defaults_of(client: moored.AsyncClient, model: ModelRecipe) -> moored.ModelDefaults:

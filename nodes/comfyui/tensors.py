@@ -49,13 +49,14 @@ def frames_of(film: moored.Film) -> Any:
     return torch.from_numpy(pixels)
 
 
-def video_of(frames: Any, frames_per_second: float) -> Any:
-    """A VIDEO of an IMAGE's pictures."""
+def video_of(frames: Any, frames_per_second: float, audio: Any = None) -> Any:
+    """A VIDEO of an IMAGE's pictures and of an AUDIO, if it has sound."""
     from comfy_api.latest import InputImpl, Types
 
     # The service's rate is an f32: 23.976 came as 23.97599983.
     rate = Fraction(frames_per_second).limit_denominator(MAX_RATE_DENOMINATOR)
-    return InputImpl.VideoFromComponents(Types.VideoComponents(images=frames, frame_rate=rate))
+    parts = Types.VideoComponents(images=frames, audio=audio, frame_rate=rate)
+    return InputImpl.VideoFromComponents(parts)
 
 
 def audio_of(tracks: Sequence[moored.Track]) -> Any:

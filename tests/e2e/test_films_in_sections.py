@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,54 @@ def test_hunyuan_video_gives_the_references_frames(simulate: Simulate, tmp_path:
         )
         found = kept(result.array).astype(int)
         assert np.abs(found - expected()["film.frames"].astype(int)).max() <= 1
+
+
+def test_a_film_ends_with_a_picture_and_away_from_a_prompt(
+    simulate: Simulate, tmp_path: Path
+) -> None:
+    asked: dict[str, Any] = ASKED | {"frames": 37, "init_image": start_picture()}
+    end = Image.fromarray(expected()["end"])
+    service = simulate("cpu", arguments=framepack(tmp_path))
+    with service.client() as client:
+        plain = client.generate_video(PROMPT, model="framepack", **asked)
+        stream = client.stream_video(PROMPT, model="framepack", end_image=end, **asked)
+        assert "encode_end" in stages(list(stream))
+        ended = stream.result()
+        uploaded = client.put_media(end)
+        same = client.generate_video(PROMPT, model="framepack", end_image=uploaded, **asked)
+        assert (same.array == ended.array).all()
+        away = {"negative_prompt": "a square", "true_guidance": 3.0}
+        guided = client.generate_video(PROMPT, model="framepack", end_image=end, **away, **asked)
+        films = [plain.array, ended.array, guided.array]
+        assert all((one != other).any() for one, other in pairwise(films))
+        assert ended.film.recipe["pictures"] == ["end"]
+        assert guided.film.recipe["negative_prompt"] == "a square"
+        with pytest.raises(moored.InvalidRequest, match="end_image"):
+            client.generate_video(PROMPT, model="hunyuan", end_image=end, frames=33, **ASKED)
+        with pytest.raises(moored.InvalidRequest, match="end_image"):
+            client.generate_video(PROMPT, model="framepack", end_image=b"no picture", **asked)
+        assert_at_rest(client)
+    start_picture().save(tmp_path / "start.png")
+    end.save(tmp_path / "end.png")
+    film = (
+        "film",
+        PROMPT,
+        "-m",
+        "framepack",
+        "--init",
+        "start.png",
+        "--end",
+        "end.png",
+        "-W48",
+        "-H32",
+    )
+    settings = ("--frames", "37", "--steps", "2", "--seed", "7", "--guidance", "6")
+    tokens = ("--max-sequence-length", "64", "-o", "ended.mp4")
+    made = service.run(*film, *settings, *tokens, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert (tmp_path / "ended.mp4").read_bytes() == ended.mp4
+    without = service.run("generate", "--from", "ended.mp4", "--init", "start.png", cwd=tmp_path)
+    assert "--end" in without.stderr
 
 
 def test_framepack_sends_previews(simulate: Simulate, tmp_path: Path) -> None:

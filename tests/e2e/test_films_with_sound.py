@@ -26,8 +26,8 @@ SOUND = moored.AudioTrackFormat(SAMPLE_RATE, CHANNELS, SAMPLES)
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moored.Client]:
-    """A client of one service with films that have sound, whole or in sections."""
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One service with films that have sound, whole or in sections."""
     folder = tmp_path_factory.mktemp("films")
     models = folder / "models"
     models.mkdir()
@@ -38,9 +38,15 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[moored.Client]:
         (models / f"{name}.instant.json").write_text(text, encoding="utf-8")
     folders = ("--models", str(INSTANT_MODELS), "--models", str(models))
     service = Service(*folders, state=folder / "state", devices=("sim:24GiB",))
+    yield service
+    service.kill()
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[moored.Client]:
+    """A client of it."""
     with service.client() as client:
         yield client
-    service.kill()
 
 
 def pieces_of(events: list[moored.Event], track: str) -> list[moored.Artifact]:
@@ -79,7 +85,7 @@ def test_a_film_and_its_sound_are_whole(client: moored.Client, tmp_path: Path, m
     assert stages[-2:] == ["decode", "decode_sound"]
     frames, samples = (pieces_of(events, track) for track in ("", "sound"))
     assert {piece.media_type for piece in frames} == {"video/x-raw-rgb"}
-    assert {piece.media_type for piece in samples} == {"audio/x-raw-s16le"}
+    assert {piece.media_type for piece in samples} == {"audio/wav"}
     # Both lengths are told with the first piece, before the sound is decoded.
     assert frames[0].video == moored.VideoFormat(SIDE, SIDE, FRAMES, RATE, SOUND)
     assert samples[0].audio == SOUND
@@ -167,6 +173,23 @@ def test_a_latent_gives_the_film_and_its_sound(client: moored.Client) -> None:
     assert heard_in(decoded.mp4)[0].shape == (SAMPLES, CHANNELS)
     assert client.load("talkie", prove=True).stages
     assert_at_rest(client)
+
+
+def test_the_command_line_writes_sound_in_the_mp4_or_beside_the_frames(
+    service: Service, client: moored.Client, tmp_path: Path
+) -> None:
+    film = ("film", "a wave", "-m", "talkie", "--seed", "7")
+    made = service.run(*film, "-o", "wave.mp4", cwd=tmp_path)
+    assert (made.returncode, made.stdout.split()) == (0, ["wave.mp4"]), made.stderr
+    assert heard_in((tmp_path / "wave.mp4").read_bytes())[0].shape == (SAMPLES, CHANNELS)
+    made = service.run(*film, "-o", "wave.apng", cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.split() == ["wave.apng", "wave-sound.wav"]
+    own = client.generate_video("a wave", model="talkie", seed=7, output="raw").audio
+    assert own is not None
+    assert (tmp_path / "wave-sound.wav").read_bytes() == bytes(own.data)
+    refused = service.run(*film, "--negative-prompt", "blurred", "--true-guidance", "4")
+    assert "negative_prompt: is not taken" in refused.stderr, refused.stderr
 
 
 def test_a_silent_film_says_so(client: moored.Client) -> None:

@@ -249,12 +249,12 @@ class Film(_Made):
         """Writes it to a file, in the format of its ending.
 
         `.mp4` is the file that came by `output="raw+mp4"`, the default, or by `output="mp4"`, and
-        then the only one; it alone has the sound. Of frames, `.png` or `.apng`, `.webp` and `.gif` are animations, at the
-        film's rate to the nearest millisecond (`.gif`: hundredth of a second); they need
-        `moored[images]`. `.rgb` and `.raw` are its bytes as they are. Other formats are for other
-        libraries: they take `array`, or the frames as they come. `.mp4`, `.png` and `.webp` have
-        the recipe in them. A file that is there is replaced by `overwrite` alone; else the name is
-        counted up. Returns the path.
+        then the only one; it alone has the sound. Of frames, `.png` or `.apng`, `.webp` and `.gif`
+        are animations, at the film's rate to the nearest millisecond (`.gif`: hundredth of a
+        second); they need `moored[images]`. `.rgb` and `.raw` are its bytes as they are. Other
+        formats are for other libraries: they take `array`, or the frames as they come. `.mp4`,
+        `.png` and `.webp` have the recipe in them. A file that is there is replaced by
+        `overwrite` alone; else the name is counted up. Returns the path.
         """
         ending = Path(path).suffix.lower()
         if ending == ".mp4" or self.media_type == MP4:

@@ -44,6 +44,7 @@ _IGNORED_AT_MOST = 3
 _STAGES = {
     "encode_text": "Encoding the text",
     "encode_image": "Encoding the picture",
+    "encode_end": "Encoding the end picture",
     "encode_vision": "Encoding the picture for the transformer",
     "encode_reference": "Encoding the reference",
     "encode_masked": "Encoding the masked picture",
@@ -52,6 +53,7 @@ _STAGES = {
     "quantize_source": "Quantizing the source",
     "denoise": "Denoising",
     "decode": "Decoding",
+    "decode_sound": "Decoding the sound",
     "load": "Loading",
     "restore": "Restoring",
 }

@@ -236,6 +236,11 @@ class VideoOptions(VideoFields, GenerateOptions, total=False):
     init_image: Annotated[
         ImageInput | None, "Image to video: the first frame; scaled to width x height."
     ]
+    end_image: Annotated[
+        PictureLike | None,
+        "The picture that the film ends with, where the model takes one (FramePack). "
+        "Scaled to width x height.",
+    ]
     output: Annotated[
         FilmOutput | None,
         "How films are sent: `raw` frames as they are decoded, one `mp4`, or both, `raw+mp4`. "
@@ -419,7 +424,7 @@ def _fill(message: Message, options: Mapping[str, Any]) -> None:
                 put(message, option, model_of(value))
             case "init_image":
                 put(message, option, _start_of(value))
-            case "mask":
+            case "mask" | "end_image":
                 put(message, option, _picture_of(value, option))
             case "references":
                 for number, one in enumerate(_listed(value, option, "pictures")):

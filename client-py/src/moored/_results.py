@@ -195,7 +195,10 @@ class VideoResult(JobResult):
     films: tuple[Film, ...] = ()
     """The films as they came, in order."""
     tracks: tuple[Track, ...] = ()
-    """Their sound, where the model makes any, in order; by `output="mp4"` it is in the file alone."""
+    """Their sound, where the model makes any, in order.
+
+    By `output="mp4"` it is in the file alone.
+    """
 
     @property
     def data(self) -> memoryview:

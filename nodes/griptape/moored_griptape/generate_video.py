@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import moored
-from griptape.artifacts import VideoUrlArtifact
+from griptape.artifacts import AudioUrlArtifact, VideoUrlArtifact
+from griptape_nodes.exe_types.param_types.parameter_audio import ParameterAudio
 from griptape_nodes.exe_types.param_types.parameter_float import ParameterFloat
 from griptape_nodes.exe_types.param_types.parameter_image import ParameterImage
 from griptape_nodes.exe_types.param_types.parameter_int import ParameterInt
 from griptape_nodes.exe_types.param_types.parameter_video import ParameterVideo
+from griptape_nodes.files.file import FileWriteError
 
 from moored_griptape.given_pictures import sized_picture
 from moored_griptape.numbers import number
@@ -21,8 +23,7 @@ from moored_griptape.previewing_node import PreviewingNode
 
 # While the library loads, and not on the engine's loop in the middle of a run.
 VideoUrlArtifact("").to_dict()
-
-_RAW_FRAMES = "video/x-raw-rgb"
+AudioUrlArtifact("").to_dict()
 
 
 class MooredGenerateVideo(PreviewingNode):
@@ -42,6 +43,14 @@ class MooredGenerateVideo(PreviewingNode):
                 name="input_image",
                 tooltip="The picture that the film starts from, for models that take one, such as "
                 "FramePack. Empty: from the prompt alone.",
+                allow_output=False,
+            )
+        )
+        self.add_parameter(
+            ParameterImage(
+                name="end_image",
+                tooltip="The picture that the film ends with, for models that take one, such as "
+                "FramePack. Empty: the film ends as it likes.",
                 allow_output=False,
             )
         )
@@ -78,7 +87,16 @@ class MooredGenerateVideo(PreviewingNode):
         self.add_parameter(
             ParameterVideo(
                 name="video",
-                tooltip="The film, a file of the project.",
+                tooltip="The film, a file of the project, with its sound if it has any.",
+                allow_input=False,
+                allow_property=False,
+                settable=False,
+            )
+        )
+        self.add_parameter(
+            ParameterAudio(
+                name="audio",
+                tooltip="Its sound alone, if it has any.",
                 allow_input=False,
                 allow_property=False,
                 settable=False,
@@ -93,9 +111,12 @@ class MooredGenerateVideo(PreviewingNode):
             return client.stream_video(prompt, preview_interval_s=interval_s, **whole)
 
         result = await self._made(client, client.plan_video, options, begin)
-        film = result.film
+        film, sound = result.film, result.audio
         video = await asyncio.to_thread(self._saved, film)
         self.parameter_output_values["video"] = video
+        if sound is not None:
+            audio = await asyncio.to_thread(self._saved_sound, sound)
+            self.parameter_output_values["audio"] = audio
         return (
             f"Generated with {result.model.key}, seed {result.seed}, {film.frame_count} frames of "
             f"{film.width} x {film.height}, {film.frame_count / film.frames_per_second:.1f} s long, "
@@ -109,6 +130,9 @@ class MooredGenerateVideo(PreviewingNode):
         if seconds and frames:
             raise ValueError("The length is named twice: set either seconds or frames to 0")
         start: bytes | None = None
+        end: bytes | None = None
+        if last := self.get_parameter_value("end_image"):
+            end, _ = await asyncio.to_thread(sized_picture, last, "end_image")
         given = self.get_parameter_value("input_image")
         if given:
             start, size = await asyncio.to_thread(sized_picture, given, "input_image")
@@ -121,6 +145,7 @@ class MooredGenerateVideo(PreviewingNode):
             frames = None
         return {
             "init_image": start,
+            "end_image": end,
             "width": width,
             "height": height,
             "frames": frames,
@@ -153,14 +178,26 @@ class MooredGenerateVideo(PreviewingNode):
         return value
 
     def _saved(self, film: moored.Film) -> VideoUrlArtifact:
-        """The film as a file, by the project's rules. Blocks: run it in a thread."""
-        return VideoUrlArtifact(self._file.build_file().write_bytes(_file_of(film)).location)
+        """The film as a file, by the project's rules. Blocks: run it in a thread.
+
+        One with sound is an MP4. The engine refuses those whose codec it cannot probe, where there
+        is no FFmpeg beside it: then the film is an animated WebP, and `audio` alone has its sound.
+        """
+        file = self._file.build_file()
+        if film.sound is not None:
+            try:
+                return VideoUrlArtifact(file.write_bytes(film.mp4).location)
+            except (FileWriteError, ValueError) as problem:
+                self._shown.line(f"The film is saved without its sound, which audio has: {problem}")
+        return VideoUrlArtifact(file.write_bytes(_animation_of(film)).location)
+
+    def _saved_sound(self, sound: moored.Track) -> AudioUrlArtifact:
+        """The sound, which came as WAV, as a file. Blocks: run it in a thread."""
+        return AudioUrlArtifact(self._saved_beside(bytes(sound.data), "sound.wav"))
 
 
-def _file_of(film: moored.Film) -> bytes:
-    """The bytes of a film's file: as it came, or, of bare frames, an animated WebP. Blocks."""
-    if film.media_type != _RAW_FRAMES:
-        return bytes(film.data)
+def _animation_of(film: moored.Film) -> bytes:
+    """An animated WebP of a film's frames, with its recipe. Blocks."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "film.webp"
         film.save(path)

@@ -62,13 +62,14 @@ class PreviewingNode(GeneratingNode):
         self.publish_update_to_parameter("preview", artifact)
 
     def _saved_preview(self, jpeg: bytes) -> ImageUrlArtifact:
-        """The preview as a file, always over the last one. Blocks: run it in a thread."""
+        return ImageUrlArtifact(self._saved_beside(jpeg, "preview.jpg"))
+
+    def _saved_beside(self, data: bytes, kind: str) -> str:
+        """The address of a file of the node, always over the last one. Blocks: run it in a thread."""
         name = re.sub(r"\W+", "_", self.name)
-        return ImageUrlArtifact(
-            GriptapeNodes.StaticFilesManager().save_static_file(
-                jpeg,
-                f"{name}_preview.jpg",
-                ExistingFilePolicy.OVERWRITE,
-                skip_metadata_injection=True,
-            )
+        return GriptapeNodes.StaticFilesManager().save_static_file(
+            data,
+            f"{name}_{kind}",
+            ExistingFilePolicy.OVERWRITE,
+            skip_metadata_injection=True,
         )

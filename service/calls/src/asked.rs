@@ -68,6 +68,8 @@ pub enum OfMedium {
         /// Length in seconds, in place of `frames`; 0: not set.
         seconds: f32,
         frames_at_a_time: u32,
+        /// The picture that it ends with.
+        end_image: Option<PictureInput>,
     },
     Audio(AskedTrack),
 }
@@ -96,6 +98,14 @@ impl Asked {
         match &self.of_medium {
             OfMedium::Audio(track) => track.reference_media.as_deref(),
             OfMedium::Image | OfMedium::Video { .. } => None,
+        }
+    }
+
+    /// The picture that a film ends with.
+    pub(crate) fn end_image(&self) -> Option<&PictureInput> {
+        match &self.of_medium {
+            OfMedium::Video { end_image, .. } => end_image.as_ref(),
+            OfMedium::Image | OfMedium::Audio(_) => None,
         }
     }
 
@@ -298,6 +308,7 @@ mod tests {
             frames_per_second: 0.0,
             seconds: 0.0,
             frames_at_a_time: 0,
+            end_image: None,
         }
     }
 

@@ -7,6 +7,7 @@ use engine::Error;
 use engine::job::{Call, JobOptions, JobSpec, JobWork};
 use engine::library::Entry;
 use engine::queue::{PlanReport, PlannedStage, StageVerdict};
+use gpu::WeightFormat;
 use model::{
     AdapterFile, AdapterKind, AdapterUse, Medium, Model, Preset, Quantization, Request, StrengthCurve,
 };
@@ -82,22 +83,33 @@ impl Entries {
             known.any(|entry| entry.path == stored.path && entry.quantization == *formats)
         };
         let model = self.open(&stored).await?.model;
-        let by_preset = Preset::ALL.into_iter().map(|preset| match preset.format() {
+        let formats = |format: Option<WeightFormat>| match format {
             None => Quantization::NONE,
             Some(format) => model.reduced(&Quantization::NONE, format),
+        };
+        let by_preset = Preset::ALL.into_iter().flat_map(|preset| {
+            let faster = preset
+                .format_of_fp8_products()
+                .map(|format| (formats(Some(format)), true));
+            faster.into_iter().chain([(formats(preset.format()), false)])
         });
-        let mut candidates: Vec<Quantization> = by_preset.collect();
-        candidates.dedup(); // where all is stored quantized
-        let (in_use, others): (Vec<_>, Vec<_>) = candidates.into_iter().partition(is_in_use);
+        let mut candidates: Vec<(Quantization, bool)> = by_preset.collect();
+        candidates.dedup_by(|one, before| one.0 == before.0); // where all is stored quantized
+        let (in_use, others): (Vec<_>, Vec<_>) = candidates
+            .into_iter()
+            .partition(|(formats, _)| is_in_use(formats));
         let mut refused: Option<String> = None;
         // Why the last candidate, which has the fewest bytes, was refused.
         let mut smallest = String::new();
         let (mut possible, mut streamed) = (None, None);
-        for formats in in_use.into_iter().chain(others) {
+        for (formats, for_fp8_products) in in_use.into_iter().chain(others) {
             let entry = Arc::new(stored.quantized(formats));
             let plan = self
                 .plan_default(entry.clone(), controls, options.clone())
                 .await?;
+            if for_fp8_products && !plan.has_fp8_products && !is_in_use(&entry.quantization) {
+                continue;
+            }
             if plan.fits {
                 let cost = cost_of(&plan);
                 let reason = match (is_in_use(&entry.quantization), cost) {

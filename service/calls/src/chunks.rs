@@ -41,7 +41,7 @@ pub struct ChunkHead {
 /// The encoding in which results are sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Encoding {
-    /// Pixels or samples, not encoded.
+    /// Pixels or samples, not encoded; the sound of a film as WAV.
     #[default]
     Raw,
     /// A picture as PNG; other media raw.
@@ -148,10 +148,11 @@ impl Envelope {
         output: &Output,
     ) -> Result<Envelope, String> {
         let recipe = output.recipe_of(seed);
-        let is_wav = matches!(
-            output.encoding,
-            Encoding::Wav | Encoding::Mp4 | Encoding::FramesAndMp4 | Encoding::WavAndFlac
-        );
+        let is_wav = match output.encoding {
+            Encoding::Wav | Encoding::Mp4 | Encoding::FramesAndMp4 | Encoding::WavAndFlac => true,
+            // Beside raw frames too: a file of the film can be made of both.
+            Encoding::Raw | Encoding::Png | Encoding::Flac => track == SOUND_OF_FILM,
+        };
         let header = match TrackFormat::of(&format).filter(|_| is_wav) {
             Some(track) => Some(wav_header(track, recipe.as_ref())?),
             None => None,

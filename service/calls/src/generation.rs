@@ -26,7 +26,7 @@ use crate::latent_upload::LatentUpload;
 use crate::media_store::{MediaStore, MediaUpload};
 use crate::models::Models;
 use crate::references::ModelRef;
-use crate::request_pictures::{RequestPictures, mask_of};
+use crate::request_pictures::{RequestPictures, end_of, mask_of};
 use crate::resolved::ResolvedModel;
 use crate::results::{ResultEncoder, Started, started};
 use crate::runs::{controls_of, whole_run};
@@ -297,11 +297,15 @@ impl Generation {
             video.frames = model.frames_of(seconds, video.frames_per_second);
         }
         check_output("output", asked.encoding(), &request)?;
-        if let Medium::Image(image) = &mut request.medium {
-            let size = (image.width, image.height);
-            image.mask = mask_of(&pictures, size);
-            image.references = references;
-            image.controls = controls_of(&asked.controls, entry, size);
+        match &mut request.medium {
+            Medium::Image(image) => {
+                let size = (image.width, image.height);
+                image.mask = mask_of(&pictures, size);
+                image.references = references;
+                image.controls = controls_of(&asked.controls, entry, size);
+            }
+            Medium::Video(video) => video.end_image = end_of(&pictures, (video.width, video.height)),
+            Medium::Audio(_) => {}
         }
         let decoded = self.decode_pictures(&mut request, pictures, &open.model, caller.client());
         let decoded = decoded.await?;

@@ -17,6 +17,7 @@ use crate::references::PictureInput;
 use crate::threads::PLANNING;
 
 const MASK: &str = "mask";
+const END: &str = "end_image";
 const REFERENCES: &str = "references";
 
 /// A picture of a request, encoded.
@@ -36,6 +37,10 @@ impl RequestPictures {
     /// A picture to start from, and no others.
     pub(crate) fn of_start(start: RequestPicture) -> RequestPictures {
         RequestPictures(vec![(PictureSlot::Start, start)])
+    }
+
+    fn has(&self, slot: PictureSlot) -> bool {
+        self.0.iter().any(|(of, _)| *of == slot)
     }
 
     /// Removes and returns the picture of a slot.
@@ -62,6 +67,9 @@ impl Generation {
         let mut pictures = Vec::from_iter(start.map(|start| (PictureSlot::Start, start)));
         if let Some(mask) = &asked.mask {
             pictures.push((PictureSlot::Mask, self.picture_of_input(MASK, mask).await?));
+        }
+        if let Some(end) = asked.end_image() {
+            pictures.push((PictureSlot::End, self.picture_of_input(END, end).await?));
         }
         for (index, reference) in asked.references.iter().enumerate() {
             let reference = self.picture_of_input(REFERENCES, reference).await?;
@@ -196,7 +204,7 @@ impl Generation {
         let RequestPicture { field, data, .. } = pictures;
         let decode = move |cancel: &_| match slot {
             PictureSlot::Mask => pictures::decode_mask(&data, size, cancel),
-            PictureSlot::Start | PictureSlot::Reference(_) | PictureSlot::Control(_) => {
+            PictureSlot::Start | PictureSlot::End | PictureSlot::Reference(_) | PictureSlot::Control(_) => {
                 pictures::decode(&data, Some(size), cancel).map(|pixels| pixels.rgb)
             }
         };
@@ -207,8 +215,10 @@ impl Generation {
 
 /// The mask of a request in the size of its picture.
 pub(crate) fn mask_of(pictures: &RequestPictures, size: (u32, u32)) -> Option<Mask> {
-    let mut slots = pictures.0.iter().map(|(slot, _)| *slot);
-    slots
-        .any(|slot| slot == PictureSlot::Mask)
-        .then(|| Mask::of_size(size))
+    pictures.has(PictureSlot::Mask).then(|| Mask::of_size(size))
+}
+
+/// The picture that a film ends with, in the size of the film.
+pub(crate) fn end_of(pictures: &RequestPictures, size: (u32, u32)) -> Option<InitImage> {
+    pictures.has(PictureSlot::End).then(|| InitImage::of_size(size))
 }

@@ -41,6 +41,8 @@ pub(super) struct Writing<'a> {
     pub(super) of: u32,
     /// Name of the track in an item with several; else empty.
     pub(super) track: &'a str,
+    /// The ending of its files, if it has another than the destination: the sound of a film is beside its frames.
+    pub(super) ending: Option<&'a str>,
     pub(super) model: &'a str,
     pub(super) seed: u64,
 }
@@ -154,13 +156,16 @@ impl Target {
                 Ok(path.clone())
             }
             Place::File(path) => {
-                let path = numbered(path, what.item, what.of, what.track);
+                let mut path = numbered(path, what.item, what.of, what.track);
+                if let Some(ending) = what.ending {
+                    path.set_extension(ending);
+                }
                 write(&path, contents, self.force)?;
                 Ok(path)
             }
             Place::Folder(folder) => {
                 let stem = format!("{}-{}{}", slug(what.model), what.seed, track_suffix(what.track));
-                let ending = self.medium.ending();
+                let ending = what.ending.unwrap_or_else(|| self.medium.ending());
                 let name = |number: u32| match number {
                     1 => folder.join(format!("{stem}.{ending}")),
                     more => folder.join(format!("{stem}-{more}.{ending}")),
@@ -275,6 +280,7 @@ mod tests {
             item: 0,
             of: 1,
             track: "",
+            ending: None,
             model: "black-forest-labs/FLUX.1-schnell",
             seed: 7,
         };
@@ -289,6 +295,30 @@ mod tests {
         assert_eq!(files, 3, "no part stays");
         assert_eq!(slug("../.."), "moored");
         assert_eq!(slug("me/Ünder der"), "nder-der");
+    }
+
+    #[test]
+    fn the_sound_of_a_film_is_beside_its_frames() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("wave.apng");
+        let what = Writing {
+            item: 0,
+            of: 1,
+            track: "sound",
+            ending: Some("wav"),
+            model: "ovi",
+            seed: 7,
+        };
+        let named = Target::of(path.to_str(), MediumChoice::Video, false).unwrap();
+        assert_eq!(
+            named.write(&what, b"x").unwrap(),
+            folder.path().join("wave-sound.wav")
+        );
+        let any = Target::of(folder.path().to_str(), MediumChoice::Video, false).unwrap();
+        assert_eq!(
+            any.write(&what, b"x").unwrap(),
+            folder.path().join("ovi-7-sound.wav")
+        );
     }
 
     #[test]

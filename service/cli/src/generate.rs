@@ -192,6 +192,7 @@ impl Order {
                     item: first + item,
                     of: self.results(),
                     track,
+                    ending: result.own_ending(),
                     model: &generated.model,
                     seed: done.seed.wrapping_add(item.into()),
                 },

@@ -51,6 +51,7 @@ fn check_options(options: &Settings, medium: MediumChoice) -> Result<(), CliErro
     let of_film = [
         ("--frames", options.frames.is_some()),
         ("--fps", options.fps.is_some()),
+        ("--end", options.end.is_some()),
         ("--frames-at-a-time", options.frames_at_a_time.is_some()),
     ];
     let of_time = [("--seconds", options.seconds.is_some())];
@@ -213,6 +214,7 @@ fn film_of(
         frames_per_second: options.fps.or(recipe.frames_per_second).unwrap_or(0.0),
         count: options.sampling.count,
         init_image: pictures.init_image,
+        end_image: pictures.end,
         omit_metadata,
         output: asked.film.into(),
         options: Some(common.job),
@@ -231,6 +233,7 @@ fn sides(options: &Settings, recipe: &Recipe) -> (u32, u32) {
 /// The pictures of a request.
 struct Pictures {
     init_image: Option<Bytes>,
+    end: Option<v1::PictureInput>,
     mask: Option<v1::PictureInput>,
     references: Vec<v1::PictureInput>,
     controls: Vec<v1::Control>,
@@ -251,6 +254,7 @@ impl Pictures {
                 ..Default::default()
             })
         };
+        let end = options.end.as_deref().map(input).transpose()?;
         let mask = options.mask.as_deref().map(input).transpose()?;
         let references = options.reference.iter().map(|path| input(path));
         let references = references.collect::<Result<Vec<_>, _>>()?;
@@ -266,6 +270,7 @@ impl Pictures {
         });
         let controls = controls.collect::<Result<Vec<_>, CliError>>()?;
         let is_given = |name: &str| match name {
+            "end" => end.is_some(),
             "mask" => mask.is_some(),
             "reference" => !references.is_empty(),
             "control" => !controls.is_empty(),
@@ -278,6 +283,7 @@ impl Pictures {
         }
         Ok(Pictures {
             init_image,
+            end,
             mask,
             references,
             controls,

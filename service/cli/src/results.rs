@@ -181,6 +181,15 @@ impl Results {
 }
 
 impl Arrived {
+    /// The ending of its files where it is a track beside a film.
+    pub(super) fn own_ending(&self) -> Option<&'static str> {
+        match self.media_type.as_str() {
+            "audio/wav" => Some("wav"),
+            "audio/flac" => Some("flac"),
+            _ => None,
+        }
+    }
+
     /// The file: raw frames become an animated PNG; an MP4, a picture and a track are files already.
     ///
     /// # Errors

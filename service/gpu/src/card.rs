@@ -39,6 +39,17 @@ pub struct CardDescription {
     pub compute_dtype: String,
 }
 
+/// The first compute capability whose cards multiply in fp8.
+pub const FP8_PRODUCTS_SINCE: (u32, u32) = (8, 9);
+
+impl CardDescription {
+    /// Whether the card multiplies in fp8, so that products of such weights are faster than of others.
+    pub fn has_fp8_products(&self) -> bool {
+        self.compute_capability
+            .is_some_and(|capability| capability >= FP8_PRODUCTS_SINCE)
+    }
+}
+
 /// How fast a card is, as far as that is known: what the time of a stage is predicted from.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CardSpeeds {
@@ -46,6 +57,16 @@ pub struct CardSpeeds {
     pub link: Option<Bytes>,
     /// Floating-point operations a second, of large products in the dtype that the card computes in.
     pub flops: Option<u64>,
+}
+
+/// When the bytes of a component reach the card.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+pub(crate) enum Arrival {
+    /// Before its load ends.
+    Now,
+    /// Some of them when a stage first comes to their block.
+    WithFirstPass,
 }
 
 /// Result of an unload.
@@ -119,6 +140,26 @@ pub trait Gpu {
         part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError>;
+
+    /// As [`Gpu::load`], for a component that a stage goes over next. Blocks that take less than a second may be left: each is read
+    /// when the stage first comes to it, while the card computes those before it. Returns their bytes.
+    ///
+    /// # Errors
+    /// As [`Gpu::load`].
+    fn load_for_a_stage(
+        &mut self,
+        component: &Component,
+        plan: &LoadPlan,
+        part: Part,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<Bytes, LoadError> {
+        self.load(component, plan, part, progress).map(|()| Bytes::ZERO)
+    }
+
+    /// Whether blocks of a component are left that [`Gpu::load_for_a_stage`] has not read, and no stage came to.
+    fn has_unread(&self, _id: &ComponentId) -> bool {
+        false
+    }
 
     /// Keeps another part of a loaded component on the card. What is in both parts is not loaded again; what is in the new one
     /// alone is read as it was by [`Gpu::load`], and memory that it does not need is freed. After an error the component is on the

@@ -287,7 +287,9 @@ fn read_at_pace(
         let mut buffers = Buffers::default();
         move |task: Task<'_>| carry_out(task, &mut buffers)
     };
-    run(tasks.into_iter(), (0..pace.threads).map(worker), total, progress)?;
+    let threads = start_threads(pace.threads)?;
+    let workers = (0..pace.threads).map(worker);
+    run(&threads, tasks.into_iter(), workers, total, progress)?;
     Ok(numbers)
 }
 
@@ -555,12 +557,26 @@ pub(crate) fn threads() -> usize {
         .min(MAX_THREADS)
 }
 
-/// Runs tasks, in order, on one thread per worker, while the calling thread reports progress. A worker returns the
-/// bytes on the card that its task completed; all workers have ended when this returns.
+/// Threads to read with. They are our own: candle may keep those of rayon's common pool busy, and a caller that runs there would wait
+/// for itself.
+///
+/// # Errors
+/// [`LoadError::Lost`] if the system has no thread.
+pub(crate) fn start_threads(count: usize) -> Result<rayon::ThreadPool, LoadError> {
+    let threads = rayon::ThreadPoolBuilder::new().num_threads(count.max(1));
+    threads
+        .thread_name(|_| "moored-read".to_owned())
+        .build()
+        .map_err(|error| LoadError::Lost(format!("no thread can be started to read with: {error}")))
+}
+
+/// Runs tasks, in order, on a thread for each worker, while the calling thread, which is none of them, reports progress. A worker
+/// returns the bytes on the card that its task completed; all workers have ended when this returns.
 ///
 /// # Errors
 /// The first error of a worker or of `progress`.
 pub(crate) fn run<T, W>(
+    threads: &rayon::ThreadPool,
     tasks: impl Iterator<Item = T> + Send,
     workers: impl IntoIterator<Item = W>,
     total: Bytes,
@@ -574,8 +590,6 @@ where
     let stop = AtomicBool::new(false);
     let (send_done, done_parts) = mpsc::channel::<Result<u64, LoadError>>();
 
-    // Own threads rather than rayon's: candle may keep that pool busy, and a caller that runs in it would wait for
-    // itself.
     let work = |mut worker: W, send_done: mpsc::Sender<Result<u64, LoadError>>| {
         while !stop.load(Relaxed) {
             let next = queue.lock().unwrap_or_else(PoisonError::into_inner).next();
@@ -585,22 +599,11 @@ where
         }
     };
 
-    std::thread::scope(|scope| {
-        let mut started = 0;
+    threads.in_place_scope(|scope| {
         for worker in workers {
             let send_done = send_done.clone();
             let work = &work;
-            let thread = std::thread::Builder::new().name("moored-read".to_owned());
-            match thread.spawn_scoped(scope, move || work(worker, send_done)) {
-                Ok(_) => started += 1,
-                Err(error) if started == 0 => {
-                    return Err(LoadError::Lost(format!(
-                        "no thread can be started to read with: {error}"
-                    )));
-                }
-                // Fewer threads only read more slowly.
-                Err(_) => break,
-            }
+            scope.spawn(move |_| work(worker, send_done));
         }
         drop(send_done);
 

@@ -108,7 +108,7 @@ impl SimulatedCard {
             kind: CardKind::Simulated,
             name: format!("simulated card of {}", settings.capacity),
             total: settings.capacity,
-            compute_capability: None,
+            compute_capability: settings.capability,
             compute_dtype: DType::F32.as_str().to_owned(),
         }
     }

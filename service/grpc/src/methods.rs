@@ -185,12 +185,13 @@ pub(crate) struct Admitted {
 }
 
 /// Capabilities of requests' fields, which no method has alone.
-const OF_FIELDS: [&str; 7] = [
+const OF_FIELDS: [&str; 8] = [
     "image_to_image",
     "preview",
     "quantization",
     "adapters",
     "mask",
+    "end_image",
     "references",
     "controlnet",
 ];

@@ -214,6 +214,7 @@ pub(crate) fn film_in(request: v1::GenerateVideoRequest) -> Asked {
             frames_per_second: request.frames_per_second,
             seconds: request.seconds,
             frames_at_a_time: request.frames_at_a_time,
+            end_image: request.end_image.map(picture_in),
         },
     }
 }

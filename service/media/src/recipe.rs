@@ -197,8 +197,10 @@ impl Recipe {
             frames_per_second,
             frames_at_a_time: _,
             init_image,
+            end_image,
             init_video,
         } = video;
+        self.pictures = input_names([("end", end_image.is_some())]);
         self.frames = Some(*frames);
         self.frames_per_second = Some(*frames_per_second);
         init_image.is_some() || init_video.is_some()

@@ -58,6 +58,11 @@ pub fn side_problems(width: u32, height: u32) -> Vec<RequestError> {
 
 /// A starting picture that has not these sides, or not all of its bytes.
 pub fn start_problem(image: &InitImage, expected: (u32, u32)) -> Option<RequestError> {
+    picture_problem("init_image", image, expected)
+}
+
+/// A picture of this field that has not these sides, or not all of its bytes.
+pub fn picture_problem(field: &str, image: &InitImage, expected: (u32, u32)) -> Option<RequestError> {
     let found = (image.width, image.height);
     let problem = if found != expected {
         format!("is {found:?} pixels; {expected:?} is expected")
@@ -66,7 +71,7 @@ pub fn start_problem(image: &InitImage, expected: (u32, u32)) -> Option<RequestE
     } else {
         return None;
     };
-    Some(RequestError::new("init_image", problem))
+    Some(RequestError::new(field, problem))
 }
 
 /// Fields that requests for all media have, and that are out of bounds.

@@ -6,7 +6,7 @@ use candle_core::DType;
 use gpu::{BlockPlace, LoadPlan, Target, TensorSource, Uses, WeightFormat};
 use residency::{Bytes, Component};
 
-use crate::{Formats, ModelFile, digest_of_names, provisional_identity};
+use crate::{Flops, Formats, ModelFile, digest_of_names, provisional_identity};
 
 /// Predicted bytes per second of a reload, until measured.
 const RELOAD_BYTES_PER_SECOND: f64 = 4e9;
@@ -155,15 +155,22 @@ impl ComponentSet {
 
     /// Floating-point operations of a pass over a component's blocks: of the products of its weights with the rows that
     /// `rows_of` says of each, by name. What its blocks share between passes does not count.
-    pub fn flops_of_products(&self, name: &str, rows_of: impl Fn(&str) -> usize) -> u64 {
+    pub fn flops_of_products(&self, name: &str, rows_of: impl Fn(&str) -> usize) -> Flops {
         let of_weight = |source: &TensorSource| match source.block {
             Some(block) if block.uses == Uses::EachPass && source.shape.len() > 1 => {
                 let numbers = source.shape.iter().product::<usize>() as u64;
-                2 * numbers * rows_of(&source.name) as u64
+                let all = 2 * numbers * rows_of(&source.name) as u64;
+                let is_fp8 = match source.target {
+                    Target::Quantized(format) => ops::is_multiplied_in_fp8(format),
+                    Target::Full(_) => false,
+                };
+                let fp8 = if is_fp8 { all } else { 0 };
+                Flops { all, fp8 }
             }
-            Some(_) | None => 0,
+            Some(_) | None => Flops::default(),
         };
-        self.sources(name).iter().map(of_weight).sum()
+        let all = self.sources(name).iter().map(of_weight);
+        all.fold(Flops::default(), |sum, each| sum + each)
     }
 
     /// Whether any weight of a component is quantized.

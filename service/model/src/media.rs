@@ -66,7 +66,7 @@ impl MediaFormat {
     }
 }
 
-/// The sound of a film: it begins with the first frame, and has its own length.
+/// The sound of a film, at least one sample: it begins with the first frame, and has its own length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sound {
     /// Sample rate per channel.

@@ -1,6 +1,7 @@
 //! The plan of a request: its stages, their inputs and outputs, and their rungs.
 
 use std::collections::BTreeMap;
+use std::ops::{Add, Mul};
 
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
@@ -174,20 +175,77 @@ pub struct StagePlan {
 pub struct Passes {
     /// Passes over all blocks in each step.
     pub in_step: u32,
-    /// Floating-point operations of one pass, in products and attention; 0 where the family does not say.
-    pub flops: u64,
+    /// Operations of one pass, in products and attention; none where the family does not say.
+    pub flops: Flops,
+}
+
+/// Floating-point operations.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Flops {
+    pub all: u64,
+    /// Those of them in products that a card does in fp8, if it multiplies so.
+    pub fp8: u64,
+}
+
+impl Flops {
+    /// As many operations in the dtype of a card as take the time of these: products in fp8 are twice as fast.
+    pub fn on_card(self, has_fp8_products: bool) -> u64 {
+        self.all - if has_fp8_products { self.fp8 / 2 } else { 0 }
+    }
+}
+
+impl From<u64> for Flops {
+    fn from(all: u64) -> Flops {
+        Flops { all, fp8: 0 }
+    }
+}
+
+impl Add<u64> for Flops {
+    type Output = Flops;
+
+    fn add(self, others: u64) -> Flops {
+        Flops {
+            all: self.all + others,
+            ..self
+        }
+    }
+}
+
+impl Mul<u64> for Flops {
+    type Output = Flops;
+
+    fn mul(self, times: u64) -> Flops {
+        Flops {
+            all: self.all * times,
+            fp8: self.fp8 * times,
+        }
+    }
+}
+
+impl Add for Flops {
+    type Output = Flops;
+
+    fn add(self, other: Flops) -> Flops {
+        Flops {
+            all: self.all + other.all,
+            fp8: self.fp8 + other.fp8,
+        }
+    }
 }
 
 impl Default for Passes {
     fn default() -> Passes {
-        Passes::of(0)
+        Passes::of(Flops::default())
     }
 }
 
 impl Passes {
     /// One pass in each step, of so many operations.
-    pub fn of(flops: u64) -> Passes {
-        Passes { in_step: 1, flops }
+    pub fn of(flops: impl Into<Flops>) -> Passes {
+        Passes {
+            in_step: 1,
+            flops: flops.into(),
+        }
     }
 }
 

@@ -12,6 +12,8 @@ pub enum Field {
     Adapters,
     /// A picture to start from.
     InitImage,
+    /// A picture that a film ends with.
+    EndImage,
     /// A film or a track to start from.
     InitMedia,
     /// Values of an earlier job to start from.
@@ -40,6 +42,7 @@ impl Field {
             Field::TrueGuidance => "true_guidance",
             Field::Adapters => "adapters",
             Field::InitImage => "init_image",
+            Field::EndImage => "end_image",
             Field::InitMedia => "init_media_id",
             Field::InitLatent => "init_latent_id",
             Field::Mask => "mask",
@@ -168,10 +171,12 @@ fn asked_of_video(video: &Video) -> Vec<(Field, bool)> {
         frames_per_second: _,
         frames_at_a_time: _,
         init_image,
+        end_image,
         init_video,
     } = video;
     vec![
         (Field::InitImage, init_image.is_some()),
+        (Field::EndImage, end_image.is_some()),
         (Field::InitMedia, init_video.is_some()),
     ]
 }
@@ -251,6 +256,7 @@ mod tests {
     fn film() -> Video {
         Video {
             init_image: Some(InitImage::of_size((16, 16))),
+            end_image: Some(InitImage::of_size((16, 16))),
             init_video: Some(clip()),
             ..Video::default()
         }

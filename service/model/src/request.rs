@@ -131,6 +131,8 @@ pub struct Video {
     pub frames_at_a_time: u32,
     /// Image to video: the first frame; already of `width` x `height`.
     pub init_image: Option<InitImage>,
+    /// The picture that the film ends with; already of `width` x `height`.
+    pub end_image: Option<InitImage>,
     /// Video to video: the film to start from, in its own size and length.
     pub init_video: Option<Clip>,
 }

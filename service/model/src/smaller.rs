@@ -27,7 +27,7 @@ pub fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Request)> {
         for picture in smaller.medium.pictures_mut() {
             picture.data.clear();
             match picture.slot {
-                PictureSlot::Start | PictureSlot::Mask | PictureSlot::Control(_) => {
+                PictureSlot::Start | PictureSlot::End | PictureSlot::Mask | PictureSlot::Control(_) => {
                     (*picture.width, *picture.height) = size;
                 }
                 PictureSlot::Reference(_) => {} // keeps its own size

@@ -165,7 +165,7 @@ pub(crate) fn adapts_weight([outputs, inputs]: [usize; 2], tokens: usize) -> boo
 }
 
 /// Workspace shared by consecutive layers, allocated once per request. The CPU needs none.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Scratch {
     /// u8, on a card.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]

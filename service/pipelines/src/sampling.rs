@@ -106,6 +106,21 @@ impl<T> Prompts<T> {
         std::iter::once(&self.prompt).chain(&self.negative)
     }
 
+    /// The same for values of another type.
+    pub(crate) fn map<U>(&self, mut change: impl FnMut(&T) -> U) -> Prompts<U> {
+        Prompts {
+            prompt: change(&self.prompt),
+            negative: self.negative.as_ref().map(change),
+        }
+    }
+
+    pub(crate) fn as_ref(&self) -> Prompts<&T> {
+        Prompts {
+            prompt: &self.prompt,
+            negative: self.negative.as_ref(),
+        }
+    }
+
     /// Applies `change` to each value.
     ///
     /// # Errors
@@ -154,6 +169,11 @@ impl<C> Conditions<C> {
     /// Bytes that a second condition keeps, where a prediction has `numbers` numbers.
     pub(crate) fn kept_bytes(numbers: usize, dtype: DType) -> u64 {
         (numbers * dtype.size_in_bytes()) as u64
+    }
+
+    /// Puts others in the place of all conditions.
+    pub(crate) fn replace(&mut self, conditions: Prompts<C>) {
+        self.conditions = conditions;
     }
 
     /// All conditions, to be changed.

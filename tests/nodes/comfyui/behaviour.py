@@ -483,12 +483,12 @@ def test_a_control_net_that_cannot_be_used_is_a_sentence_on_its_node(
 # Films.
 
 
-def film_model(folder: Path, steps_ms: int) -> Path:
+def film_model(folder: Path, steps_ms: int, *, sound: bool = False) -> Path:
     """A folder of models, made in `folder`, with `film`: as `video`, with pieces so far apart."""
     models = folder / "models"
     models.mkdir()
     model = json.loads((INSTANT_MODELS / "video.instant.json").read_text(encoding="utf-8"))
-    model |= {"name": "film", "steps_ms": steps_ms}
+    model |= {"name": "film", "steps_ms": steps_ms, "sound": sound}
     (models / "film.instant.json").write_text(json.dumps(model), encoding="utf-8")
     return models
 
@@ -510,6 +510,41 @@ def test_a_film_is_the_clients_own(comfyui: ComfyUI, serve: Serve) -> None:
         own = client.generate_video(RED, model="video", seed=8, steps=2, **small)
         same(run.pictures(batch), list(own.array))
         same(run.pictures(taken_apart), list(own.array))
+
+
+def test_a_film_has_its_sound(comfyui: ComfyUI, serve: Serve, tmp_path: Path) -> None:
+    service = serve("sim:24GiB", more_models=film_model(tmp_path, 0, sound=True))
+    with service.client() as client:
+        graph = Graph(service.address, model="film")
+        film = graph.text_to_video()
+        alone = graph.add("PreviewAudio", audio=[film, 2])
+        of_video = graph.add("PreviewAudio", audio=[graph.film_parts(film), 1])
+        run = comfyui.queue(graph.prompt).succeeded()
+        own = client.generate_video(RED, model="film", seed=7, steps=2).audio
+        assert own is not None
+        for node in (alone, of_video):
+            (heard,) = run.outputs[node]["audio"]
+            # A real ComfyUI saves a file of it.
+            if not isinstance(heard, dict):
+                samples, rate = heard
+                assert rate == own.sample_rate
+                assert (samples[0].T * (1 << 15) == own.array).all()
+        silent = Graph(service.address, model="video")
+        made = silent.text_to_video(frames=2)
+        silent.add("PreviewAudio", audio=[made, 2])
+        run = comfyui.queue(silent.prompt).done()
+        assert "has no sound" in run.error
+
+
+def test_an_end_picture_that_a_model_does_not_take_is_refused(
+    comfyui: ComfyUI, serve: Serve
+) -> None:
+    graph = Graph(serve("sim:24GiB").address, model="video")
+    start = graph.add("LoadImage", image=comfyui.upload("start.png", scene(1)))
+    film = graph.image_to_video([start, 0], frames=2, end_image=[start, 0])
+    shown(graph, graph.film_parts(film))
+    run = comfyui.queue(graph.prompt).done()
+    assert re.search("end_image is not taken", run.error, re.I), run.error
 
 
 def test_frames_are_given_where_they_are_asked_for(comfyui: ComfyUI, serve: Serve) -> None:

@@ -69,26 +69,27 @@ def inputs_of(info: dict[str, Any]) -> dict[str, Any]:
     return {name: spec for group in groups for name, spec in group.items()}
 
 
-def with_inputs(workflow: dict[str, Any]) -> dict[str, Any]:
-    """An example whose nodes have all of their inputs; those that it lacks are at their defaults."""
+def with_ports(workflow: dict[str, Any]) -> dict[str, Any]:
+    """An example whose nodes have all of their ports; the inputs that it lacks are at their defaults."""
     for node in workflow["nodes"]:
         info = golden()["nodes"].get(node["type"])
         there = {each["name"] for each in node["inputs"]}
         for name, (kind, options) in inputs_of(info).items() if info else ():
             if name in there:
                 continue
-            node["inputs"].append(
-                {
-                    "localized_name": name,
-                    "name": name,
-                    "shape": 7,
-                    "type": kind,
-                    "widget": {"name": name},
-                    "link": None,
-                }
-            )
-            node["widgets_values"].append(options["default"])
-            node["widgets_values_named"][name] = options["default"]
+            port = {"localized_name": name, "name": name, "shape": 7, "type": kind, "link": None}
+            # What can only be linked has no value of its own.
+            if "default" in options:
+                port["widget"] = {"name": name}
+                node["widgets_values"].append(options["default"])
+                node["widgets_values_named"][name] = options["default"]
+            node["inputs"].append(port)
+        made = zip(info["output_name"], info["output"], strict=True) if info else ()
+        for name, kind in made:
+            if name not in {each["name"] for each in node["outputs"]}:
+                node["outputs"].append(
+                    {"localized_name": name, "name": name, "type": kind, "links": None}
+                )
     return workflow
 
 
@@ -100,7 +101,7 @@ def write() -> None:
         page = PAGES / f"{name}.md"
         page.write_text(with_lists(page.read_text("utf-8"), info), "utf-8")
     for example in EXAMPLES.glob("*.json"):
-        workflow = with_inputs(json.loads(example.read_text("utf-8")))
+        workflow = with_ports(json.loads(example.read_text("utf-8")))
         example.write_text(json.dumps(workflow, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 

@@ -23,6 +23,8 @@ EXAMPLES = sorted((PACK / "example_workflows").glob("*.json"))
 IN_PLACE_OF = {
     "lllyasviel/FramePackI2V_HY": "moored/demo-film",
     "hunyuanvideo-community/HunyuanVideo": "hunyuan",
+    # No shipped model makes films with sound.
+    "chetwinlow1/Ovi:model_960x960.safetensors": "hunyuan",
     "ACE-Step/Ace-Step1.5": "moored/demo-sound",
     "black-forest-labs/FLUX.1-dev": "plain",
     "black-forest-labs/FLUX.1-Kontext-dev": "kontext",

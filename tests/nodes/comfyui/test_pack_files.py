@@ -60,6 +60,7 @@ def fits(value: Any, kind: str, options: dict[str, Any]) -> bool:
 def test_there_are_examples_for_what_people_begin_with() -> None:
     pictures = {"text_to_image", "image_to_image", "inpaint", "kontext_edit", "control_net", "lora"}
     films = {"first_film", "text_to_video", "image_to_video"}
+    films |= {"between_two_pictures", "film_with_sound"}
     music = {"first_music", "text_to_music", "repaint_music", "cover_music"}
     names = {path.stem for path in WORKFLOWS}
     assert names == pictures | films | music | {"low_memory", "latent_round_trip"}

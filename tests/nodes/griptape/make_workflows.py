@@ -27,6 +27,13 @@ EDIT = (
     "a large red circle at the top left and a small green star in the centre on a yellow background"
 )
 FILM_MODEL = "hunyuanvideo-community/HunyuanVideo"
+SPEAKING_MODEL = "chetwinlow1/Ovi:model_960x960.safetensors"
+SPOKEN_PROMPT = (
+    "a fisherman in an open boat at dawn looks up and says <S>The tide is turning.<E> "
+    "<AUDCAP>a man speaks calmly, small waves slap against wood, gulls far away<ENDAUDCAP>"
+)
+FRAMEPACK = "lllyasviel/FramePackI2V_HY"
+BETWEEN_PROMPT = "the star slowly changes its colour"
 MUSIC_MODEL = "moored/demo-sound"
 MUSIC_PROMPT = "three high short notes, then a low long one, square wave"
 FILM_PROMPT = "a lighthouse on a cliff while waves break below it, evening light"
@@ -68,6 +75,26 @@ async def generate_video(engine: Headless) -> None:
     await engine.connect(limits, "system_constraints", film, "system_constraints")
 
 
+async def film_with_sound(engine: Headless) -> None:
+    """A model of films with sound, and a film in which somebody speaks."""
+    model = await engine.node("DiffusionModel", at=(0, 0), model=SPEAKING_MODEL)
+    film = await engine.node("GenerateVideo", at=(700, 0), prompt=SPOKEN_PROMPT)
+    await engine.connect(model, "model_handle", film, "model")
+
+
+async def between_two_pictures(engine: Headless) -> None:
+    """Two pictures, and a film from one to the other."""
+    model = await engine.node("DiffusionModel", at=(0, 0), model=FRAMEPACK)
+    first = await engine.node("GenerateImage", at=(0, 600), prompt=PROMPT)
+    last = await engine.node("GenerateImage", at=(700, 600), prompt=EDIT)
+    film = await engine.node("GenerateVideo", at=(1400, 0), prompt=BETWEEN_PROMPT)
+    await engine.connect(model, "model_handle", film, "model")
+    await engine.connect(first, "image", film, "input_image")
+    await engine.connect(last, "image", film, "end_image")
+    for before, after in ((first, last), (last, film)):
+        await engine.connect(before, "exec_out", after, "exec_in")
+
+
 async def generate_audio(engine: Headless) -> None:
     """The included model of sounds, limits, a melody."""
     model = await engine.node(
@@ -86,6 +113,11 @@ DESCRIPTIONS = {
         "A picture, and a change of it; the model is loaded and unloaded.",
     ),
     "moored_generate_video": (generate_video, "A film from a prompt, within limits."),
+    "moored_film_with_sound": (film_with_sound, "A film in which somebody speaks."),
+    "moored_between_two_pictures": (
+        between_two_pictures,
+        "Two pictures, and a film from one to the other.",
+    ),
     "moored_generate_audio": (generate_audio, "A melody from a prompt, within limits."),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,45 @@ def test_a_film_is_as_long_as_it_is_asked_to_be(
     node = nowhere.do(nowhere.node("GenerateVideo", **named, **VALUES))
     succeeds(nowhere)
     assert f" {frames} frames of " in outputs(node)["result_details"]
+
+
+def test_a_film_with_sound_gives_both(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
+    from griptape.artifacts import AudioUrlArtifact
+    from griptape_nodes.files.file import File
+
+    models = tmp_path / "models"
+    models.mkdir()
+    model = json.loads((INSTANT_MODELS / "video.instant.json").read_text(encoding="utf-8"))
+    model |= {"name": "film", "sound": True}
+    (models / "film.instant.json").write_text(json.dumps(model), encoding="utf-8")
+    client = simulate("sim:40GiB", "--models", str(models))
+    node = nowhere.do(nowhere.node("GenerateVideo", **VALUES | {"model": "film"}))
+    succeeds(nowhere)
+    own = client.generate_video(VALUES["prompt"], model="film", seed=7, steps=2)
+    heard = outputs(node)["audio"]
+    assert type(heard) is AudioUrlArtifact
+    assert own.audio is not None
+    assert File(heard.value).read_bytes() == bytes(own.audio.data)
+    film = outputs(node)["video"].value
+    # The engine takes no MP4 that it cannot look into.
+    if shutil.which("ffprobe"):
+        assert File(film).read_bytes() == own.mp4
+    else:
+        assert film.endswith(".webp")
+        assert "saved without its sound" in outputs(node)["logs"]
+
+
+def test_an_end_picture_that_a_model_does_not_take_is_refused(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
+    simulate()
+    picture = tmp_path / "end.png"
+    Image.new("RGB", (64, 64), "teal").save(picture)
+    values = VALUES | {"input_image": str(picture), "end_image": str(picture)}
+    node = nowhere.do(nowhere.node("GenerateVideo", **values))
+    assert "end_image is not taken" in fails(nowhere, node)
 
 
 def test_previews_of_a_film_show_while_it_is_made(simulate: Simulate, nowhere: Headless) -> None:

@@ -341,7 +341,8 @@ class StageStarted(google.protobuf.message.Message):
     PARTS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`encode_text`, `encode_image`, `denoise`, `decode`, `load`, `restore`; by family also `encode_reference`, `encode_source`,
-    `encode_condition`, `encode_vision`, `encode_masked`, `encode_control_N`, `quantize_source`. Others may follow.
+    `encode_condition`, `encode_vision`, `encode_end`, `encode_masked`, `encode_control_N`, `quantize_source`, `decode_sound`. Others
+    may follow.
     """
     index: builtins.int
     """From 1."""
@@ -488,8 +489,8 @@ global___Preview = Preview
 @typing.final
 class Artifact(google.protobuf.message.Message):
     """A piece of a result. The first chunk of an artifact that comes carries its metadata. Chunks come as the result is made, each
-    byte once: those of several tracks of an item may alternate, as those of a film and of its sound do, and frames may come in any order, for a film whose end is made
-    first. `offset` says where a chunk belongs.
+    byte once: those of several tracks of an item may alternate, as those of a film and of its sound, and frames may come in any
+    order, for a film whose end is made first. `offset` says where a chunk belongs.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -616,8 +617,8 @@ class VideoFormat(google.protobuf.message.Message):
     """Frames a second."""
     @property
     def sound(self) -> global___AudioTrackFormat:
-        """The sound of the film, which begins with its first frame and has its own length; absent: the film is silent. Raw frames are
-        followed or accompanied by it as an artifact of the same index and the track `sound`; an MP4 has it inside.
+        """The sound of the film, which begins with its first frame and has its own length; absent: the film is silent. With raw frames
+        it comes as an artifact of the same index and of the track `sound`; an MP4 has it inside.
         """
 
     def __init__(

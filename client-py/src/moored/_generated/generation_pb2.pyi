@@ -58,9 +58,7 @@ class _FilmFormatEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     FILM_FORMAT_UNSPECIFIED: _FilmFormat.ValueType  # 0
     """Raw frames."""
     RAW_FRAMES: _FilmFormat.ValueType  # 1
-    """RGB, 8 bits a channel, row-major, frame after frame: each as soon as it is decoded. Sound comes as samples, 16-bit
-    little-endian.
-    """
+    """RGB, 8 bits a channel, row-major, frame after frame: each as soon as it is decoded. Sound comes as WAV."""
     MP4: _FilmFormat.ValueType  # 2
     """One MP4 file (H.264, yuv420p in the colours of BT.709, index in front; AAC where the film has sound), with the recipe as its
     comment. Sides are even and at most 3840 and 2160. It comes when the last frame and the last sample are decoded.
@@ -76,9 +74,7 @@ class FilmFormat(_FilmFormat, metaclass=_FilmFormatEnumTypeWrapper):
 FILM_FORMAT_UNSPECIFIED: FilmFormat.ValueType  # 0
 """Raw frames."""
 RAW_FRAMES: FilmFormat.ValueType  # 1
-"""RGB, 8 bits a channel, row-major, frame after frame: each as soon as it is decoded. Sound comes as samples, 16-bit
-little-endian.
-"""
+"""RGB, 8 bits a channel, row-major, frame after frame: each as soon as it is decoded. Sound comes as WAV."""
 MP4: FilmFormat.ValueType  # 2
 """One MP4 file (H.264, yuv420p in the colours of BT.709, index in front; AAC where the film has sound), with the recipe as its
 comment. Sides are even and at most 3840 and 2160. It comes when the last frame and the last sample are decoded.
@@ -515,6 +511,7 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     OUTPUT_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     FRAMES_AT_A_TIME_FIELD_NUMBER: builtins.int
+    END_IMAGE_FIELD_NUMBER: builtins.int
     NEGATIVE_PROMPT_FIELD_NUMBER: builtins.int
     TRUE_GUIDANCE_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
@@ -582,6 +579,10 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
+    def end_image(self) -> global___PictureInput:
+        """The picture that the film ends with, where the model takes one: FramePack that samples from the end. Scaled to width x height."""
+
+    @property
     def options(self) -> global___JobOptions: ...
     def __init__(
         self,
@@ -608,12 +609,13 @@ class GenerateVideoRequest(google.protobuf.message.Message):
         output: global___FilmFormat.ValueType = ...,
         seconds: builtins.float = ...,
         frames_at_a_time: builtins.int = ...,
+        end_image: global___PictureInput | None = ...,
         negative_prompt: builtins.str | None = ...,
         true_guidance: builtins.float | None = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "guidance", b"guidance", "init_image", b"init_image", "model", b"model", "negative_prompt", b"negative_prompt", "options", b"options", "seed", b"seed", "strength", b"strength", "true_guidance", b"true_guidance"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "count", b"count", "frames", b"frames", "frames_at_a_time", b"frames_at_a_time", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "negative_prompt", b"negative_prompt", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "true_guidance", b"true_guidance", "width", b"width"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "end_image", b"end_image", "guidance", b"guidance", "init_image", b"init_image", "model", b"model", "negative_prompt", b"negative_prompt", "options", b"options", "seed", b"seed", "strength", b"strength", "true_guidance", b"true_guidance"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "count", b"count", "end_image", b"end_image", "frames", b"frames", "frames_at_a_time", b"frames_at_a_time", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "negative_prompt", b"negative_prompt", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "true_guidance", b"true_guidance", "width", b"width"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload

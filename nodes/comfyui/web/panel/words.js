@@ -69,6 +69,7 @@ export const words = {
   stages: {
     encode_text: "encoding the text",
     encode_image: "encoding the picture",
+    encode_end: "encoding the end picture",
     encode_vision: "encoding the picture for the transformer",
     encode_reference: "encoding the reference",
     encode_masked: "encoding the masked picture",
@@ -77,6 +78,7 @@ export const words = {
     quantize_source: "quantizing the source",
     denoise: "denoising",
     decode: "decoding",
+    decode_sound: "decoding the sound",
     load: "loading",
     restore: "restoring",
   },

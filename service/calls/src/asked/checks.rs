@@ -109,6 +109,9 @@ impl Asked {
         if let Some(mask) = &self.mask {
             one_of_both("mask", mask);
         }
+        if let Some(end) = self.end_image() {
+            one_of_both("end_image", end);
+        }
         for reference in &self.references {
             one_of_both("references", reference);
         }

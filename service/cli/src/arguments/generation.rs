@@ -52,6 +52,9 @@ pub(crate) struct Settings {
     /// The picture to start from: image to image; for a film, its first frame; for a track, the WAV or FLAC file to start from
     #[arg(long, value_name = "FILE", help_heading = "Picture")]
     pub(crate) init: Option<PathBuf>,
+    /// Film: the picture that it ends with, where the model takes one (FramePack)
+    #[arg(long, value_name = "PICTURE", help_heading = "Picture")]
+    pub(crate) end: Option<PathBuf>,
     /// Inpainting: a picture that is white where --init changes, and black where it stays exactly as it is
     #[arg(long, value_name = "PICTURE", requires = "init", help_heading = "Picture")]
     pub(crate) mask: Option<PathBuf>,
@@ -105,7 +108,12 @@ pub(crate) struct SamplingArguments {
     #[arg(short, long, help_heading = "Sampling")]
     pub(crate) guidance: Option<f32>,
     /// What the result is led away from; it needs --true-guidance
-    #[arg(long, value_name = "PROMPT", help_heading = "Sampling")]
+    #[arg(
+        long,
+        visible_alias = "negative-prompt",
+        value_name = "PROMPT",
+        help_heading = "Sampling"
+    )]
     pub(crate) negative: Option<String>,
     /// Over 1: two passes in every step, away from the negative prompt by this scale
     #[arg(long, value_name = "SCALE", help_heading = "Sampling")]

@@ -162,10 +162,15 @@ impl Card {
         Ok(outcomes)
     }
 
-    /// The components of a stage of which a part is on the card: the rest is read while the stage runs.
+    /// The components of a stage of which blocks are read while it runs.
     fn parts_of<'a>(&self, need: &'a Need) -> impl Iterator<Item = &'a Component> {
-        let is_part = |c: &&Component| self.ledger.is_resident(&c.id) && !self.ledger.is_whole(&c.id);
+        let is_part = |c: &&Component| self.ledger.is_resident(&c.id) && !self.is_read(&c.id);
         need.components.iter().filter(is_part)
+    }
+
+    /// Whether all of a component is on the card, and nothing of it is read any more.
+    fn is_read(&self, id: &ComponentId) -> bool {
+        self.ledger.is_whole(id) && !self.gpu.has_unread(id)
     }
 
     /// The outcomes of a stage that read these components while it ran. If their files were replaced meanwhile, what it read is of no
@@ -224,10 +229,9 @@ impl Card {
             }
             Err(refused) => refused,
         };
-        // Of a part, blocks are still to be read.
-        let is_resident = need.components.iter().all(|c| self.ledger.is_whole(&c.id));
+        let is_read = need.components.iter().all(|c| self.is_read(&c.id));
         let held = self.models.opened_as(&order.model, &need.components);
-        let held = held.filter(|_| is_resident).ok_or(refused)?;
+        let held = held.filter(|_| is_read).ok_or(refused)?;
         let (job, model) = (&order.job, &order.model.key);
         tracing::info!(
             job,
@@ -377,11 +381,15 @@ impl Card {
                         plan,
                         copy: copy.as_ref(),
                         files: &model.files_of(&component.name),
+                        before_a_stage: matches!(order.work, Work::Stage(_)),
                     };
-                    let seconds = self.load(component, *part, &source, ticket, link)?;
-                    // What all of it would take, by what this part took.
-                    let share = component.bytes_of(*part).0 as f64 / component.bytes.0.max(1) as f64;
-                    load_seconds.push((component.id.clone(), seconds / share.max(f64::MIN_POSITIVE)));
+                    let loaded = self.load(component, *part, &source, ticket, link)?;
+                    // What all of it would take, by what was read.
+                    let share = loaded.bytes.0 as f64 / component.bytes.0.max(1) as f64;
+                    load_seconds.push((
+                        component.id.clone(),
+                        loaded.seconds / share.max(f64::MIN_POSITIVE),
+                    ));
                 }
             }
         }

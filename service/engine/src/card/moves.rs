@@ -59,6 +59,15 @@ pub(super) struct Source<'a> {
     pub(super) copy: Option<&'a LoadPlan>,
     /// The versions of the files that the plan was made from.
     pub(super) files: &'a [ModelFile],
+    /// Whether a stage goes over the component next, so that blocks may be left to it.
+    pub(super) before_a_stage: bool,
+}
+
+/// A load that has ended.
+pub(super) struct Loaded {
+    pub(super) seconds: f64,
+    /// Bytes that it brought.
+    pub(super) bytes: Bytes,
 }
 
 impl From<GpuError> for MoveError {
@@ -127,8 +136,7 @@ impl Card {
         }
     }
 
-    /// Loads a component, or a part of it, and returns the seconds it took. A kept copy is read if there is one; if that fails, the
-    /// component is loaded by its plan.
+    /// Loads a component, or a part of it. A kept copy is read if there is one; if that fails, the component is loaded by its plan.
     pub(super) fn load(
         &mut self,
         component: &Component,
@@ -136,7 +144,7 @@ impl Card {
         source: &Source<'_>,
         ticket: Ticket,
         link: &mut dyn Link,
-    ) -> Result<f64, MoveError> {
+    ) -> Result<Loaded, MoveError> {
         let started = self.clock.micros();
         let mut timeline = Timeline::begin("bring a component in");
         self.ledger.begin_load(component, part, self.clock.now())?;
@@ -160,9 +168,14 @@ impl Card {
             reports.report(Bytes::ZERO, self.clock.now());
             let clock = &*self.clock;
             let mut load = |plan: &LoadPlan| {
-                self.gpu.load(component, plan, part, &mut |progress| {
-                    reports.on(progress, clock.now())
-                })
+                let mut on = |progress: LoadProgress| reports.on(progress, clock.now());
+                match source.before_a_stage {
+                    true => self.gpu.load_for_a_stage(component, plan, part, &mut on),
+                    false => self
+                        .gpu
+                        .load(component, plan, part, &mut on)
+                        .map(|()| Bytes::ZERO),
+                }
             };
             match source.copy.map(&mut load) {
                 None => load(source.plan),
@@ -177,13 +190,16 @@ impl Card {
             }
         };
         timeline.part("load");
-        if let Err(error) = loaded {
-            self.ledger.abort_load(&component.id)?;
-            self.reconcile_after_change()?;
-            self.publish(link);
-            tracing::warn!(component = component.name, id = %component.id, %error, "a load failed");
-            return Err(MoveError::of_read(error, &component.name, source.files));
-        }
+        let left = match loaded {
+            Ok(left) => left,
+            Err(error) => {
+                self.ledger.abort_load(&component.id)?;
+                self.reconcile_after_change()?;
+                self.publish(link);
+                tracing::warn!(component = component.name, id = %component.id, %error, "a load failed");
+                return Err(MoveError::of_read(error, &component.name, source.files));
+            }
+        };
         if !source.files.iter().all(ModelFile::is_current) {
             return Err(self.take_back(component, link)?);
         }
@@ -191,14 +207,15 @@ impl Card {
         self.reconcile_after_change()?;
         timeline.part("ask the driver");
         let seconds = self.clock.micros().saturating_sub(started) as f64 / 1e6;
-        tracing::info!(component = component.name, id = %component.id, bytes = %shown.bytes, of = %component.bytes, seconds, from, "loaded");
+        tracing::info!(component = component.name, id = %component.id, bytes = %shown.bytes, of = %component.bytes, %left, seconds, from, "loaded");
         let progress = Progress::Loading {
             done: shown.bytes,
             component: shown,
         };
         link.emit(Event::Progress { ticket, progress });
         self.publish(link);
-        Ok(seconds)
+        let bytes = component.bytes_of(part) - left;
+        Ok(Loaded { seconds, bytes })
     }
 
     /// Keeps another part of a component on the card. If more of it cannot be read, it leaves the card, and the next plan loads it

@@ -147,7 +147,9 @@ impl Card {
         let at_rest = self.own_bytes() - self.ledger.accounts().scratch;
         self.inject_fault(&run.need.name)?;
         self.gpu.begin_stage();
-        let flops = run.need.plan.as_ref().map_or(0, |plan| plan.passes.flops);
+        let flops = run.need.plan.as_ref().map_or(0, |plan| {
+            plan.passes.flops.on_card(self.gpu.describe().has_fp8_products())
+        });
         self.gpu.expect_passes_of(flops);
         timeline.part("see that scratch can be had");
         let paths = AttentionPaths::now();

@@ -51,6 +51,7 @@ impl View<'_> {
         });
         Ok(PlanReport {
             card: self.cards[index].description.id.clone(),
+            has_fp8_products: self.cards[index].description.has_fp8_products(),
             runs_now: stages.iter().all(|stage| stage.verdict == StageVerdict::Run),
             fits: stages.iter().all(|stage| match stage.verdict {
                 StageVerdict::Run | StageVerdict::Wait(WaitCause::Leases | WaitCause::LateEviction) => true,

@@ -50,6 +50,8 @@ pub struct JobInfo {
 pub struct PlanReport {
     /// The card that it was planned on.
     pub card: String,
+    /// Whether that card multiplies in fp8.
+    pub has_fp8_products: bool,
     /// Stages in order.
     pub stages: Vec<PlannedStage>,
     /// Whether each of them would run now.

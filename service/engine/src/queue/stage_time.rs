@@ -20,7 +20,9 @@ impl View<'_> {
     ) -> Option<PassTime> {
         let plan = need.plan.as_ref()?;
         let learned = self.learned.pass_seconds(&job.stage_key(index)?, card);
-        let by_flops = || Some(plan.passes.flops as f64 / self.cards[card].speeds.flops? as f64);
+        let card_of = &self.cards[card];
+        let flops = plan.passes.flops.on_card(card_of.description.has_fp8_products());
+        let by_flops = || Some(flops as f64 / card_of.speeds.flops? as f64);
         let pass_seconds = learned.or_else(|| by_flops().filter(|seconds| *seconds > 0.0))?;
         Some(PassTime {
             pass_seconds,

@@ -65,6 +65,18 @@ fn a_stage_takes_as_long_as_predicted() {
 }
 
 #[test]
+fn products_in_fp8_count_half_where_a_card_multiplies_so() {
+    let flops = model::Flops { all: 10, fp8: 6 } + 4;
+    assert_eq!((flops.on_card(false), flops.on_card(true)), (14, 11));
+    let has = |options: &str| {
+        let settings: SimulatedSettings = format!("1GiB{options}").parse().unwrap();
+        gpu::SimulatedCard::describe_unopened(&settings).has_fp8_products()
+    };
+    let capable = ["", ",capability=8.6", ",capability=8.9", ",capability=12.0"].map(has);
+    assert_eq!(capable, [false, false, true, true]);
+}
+
+#[test]
 fn a_worker_that_is_ready_says_how_fast_its_card_is() {
     let mut bench = bench("1GiB,speed=24GB/s,disk=3GB/s,compute=150TFLOP/s");
     bench.card.announce(&mut bench.link);

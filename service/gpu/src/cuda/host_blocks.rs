@@ -2,9 +2,13 @@
 //!
 //! What lies in a file as it is used is copied from the page cache: the file is mapped, and the pages that hold streamed tensors are
 //! registered with the driver, in cells of a fixed size. It costs no memory beside the page cache, and registered pages stay there.
-//! What is made at load (quantized, converted, put together), or where the driver does not register pages, has a pinned copy. What the
-//! machine has no memory for is read from its file each time that it is used, if it lies there as it is used.
+//! What is made at load (quantized, converted, put together), or where the driver does not register pages, has a pinned copy. What is
+//! used once in a stage and lies in a file as it is used, or what the machine has no memory for, is read from its file, and made, each time.
+//!
+//! While pages are registered the driver lets hardly any copy begin. So the system makes them present before, on several threads, which
+//! is most of the work where a file lies in small pages, and one thread registers them: more are not faster.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::c_void;
 use std::fs::File;
@@ -17,7 +21,8 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, DriverError, sys};
 use residency::Bytes;
 
-use super::pool::PinnedRegion;
+use super::pool::{PinnedRegion, UnpinnedRegion};
+use crate::card::Arrival;
 use crate::files::open_regular;
 use crate::host_tier::HoldsMemory;
 use crate::load::{ByteRange, LoadError, SourcePiece, Target, TensorSource};
@@ -26,9 +31,6 @@ use crate::system::{SystemMemory, SystemReader};
 
 /// Bytes of a file that are registered at a time.
 const CELL: u64 = 64 << 20;
-
-/// Threads that register pages: one registers 14 to 22 GB/s, four 31.
-const THREADS: usize = 4;
 
 /// A run of bytes in the machine's memory.
 #[derive(Clone, Copy, Debug)]
@@ -45,39 +47,35 @@ unsafe impl Send for HostRun {}
 pub(super) struct HostBlocks {
     files: HashMap<Arc<Path>, MappedFile>,
     /// Pinned copies, by tensor.
-    copies: HashMap<usize, PinnedRegion>,
-    /// Files of which tensors are read when they are used.
-    on_disk: HashMap<Arc<Path>, Arc<File>>,
+    copies: HashMap<usize, PinnedCopy>,
+    /// The memory of all copies.
+    regions: Vec<Arc<PinnedRegion>>,
+    /// Cells of files that a stage registers when it comes to them.
+    promised: HashMap<Arc<Path>, BTreeSet<u64>>,
 }
 
-/// A run of bytes of a file.
-#[derive(Clone, Debug)]
-pub(super) struct DiskRun {
-    pub(super) path: Arc<Path>,
-    pub(super) file: Arc<File>,
-    pub(super) offset: u64,
-    pub(super) length: u64,
+/// A copy of a tensor, in pinned memory of several.
+#[derive(Debug)]
+struct PinnedCopy {
+    region: Arc<PinnedRegion>,
+    offset: usize,
+}
+
+impl PinnedCopy {
+    fn address(&self) -> NonNull<u8> {
+        // SAFETY: the offset is within the region.
+        unsafe { self.region.address().add(self.offset) }
+    }
+}
+
+/// Memory for pinned copies of tensors, which is there and not pinned yet.
+pub(super) struct RoomForCopies {
+    memory: UnpinnedRegion,
+    /// Each tensor with its offset.
+    places: Vec<(usize, usize)>,
 }
 
 impl HostBlocks {
-    /// The runs of bytes of a tensor that is read from its file when it is used, in order; none if it is held.
-    pub(super) fn disk_runs(&self, tensor: usize, source: &TensorSource) -> Vec<DiskRun> {
-        if self.has(tensor, source) {
-            return Vec::new();
-        }
-        let pieces = source.pieces.iter();
-        let runs = pieces.filter_map(|piece| match piece {
-            SourcePiece::File { file: path, range } => Some(DiskRun {
-                path: Arc::clone(path),
-                file: Arc::clone(self.on_disk.get(path)?),
-                offset: range.offset,
-                length: range.length,
-            }),
-            SourcePiece::Inline(_) => None,
-        });
-        runs.collect()
-    }
-
     /// The runs of bytes of a tensor that is held, in order.
     pub(super) fn runs(&self, tensor: usize, source: &TensorSource) -> Vec<HostRun> {
         if !self.has(tensor, source) {
@@ -85,7 +83,7 @@ impl HostBlocks {
         }
         if let Some(copy) = self.copies.get(&tensor) {
             return vec![HostRun {
-                from: copy.address().as_ptr().cast(),
+                from: copy.address().as_ptr().cast::<c_void>().cast_const(),
                 length: source.bytes_on_card().0 as usize,
             }];
         }
@@ -114,10 +112,10 @@ impl HostBlocks {
     }
 
     /// Which of these tensors are to be held ([`HostBlocks::hold`]): all of them, as far as `make_room` has room for what that takes from
-    /// the machine. The others, the last ones, are read from their files when they are used.
+    /// the machine. The others, the last ones, are read from their files, and made, when they are used.
     ///
     /// # Errors
-    /// [`LoadError::Io`]; [`LoadError::HostMemory`] if there is no room for the copies of what is made at load.
+    /// Those of `make_room`, but for [`LoadError::HostMemory`].
     pub(super) fn fit<'t>(
         &mut self,
         tensors: &'t [usize],
@@ -125,7 +123,6 @@ impl HostBlocks {
         mut make_room: impl FnMut(Bytes) -> Result<(), LoadError>,
     ) -> Result<&'t [usize], LoadError> {
         let mut held = tensors;
-        let mut left: &[usize] = &[];
         while let Err(refused) = make_room(self.bytes_to_hold(held, sources)) {
             let LoadError::HostMemory { available, .. } = refused else {
                 return Err(refused);
@@ -136,35 +133,12 @@ impl HostBlocks {
                 .collect::<Vec<_>>()
                 .partition_point(fits)
                 .saturating_sub(1);
-            (held, left) = tensors.split_at(count);
+            held = &tensors[..count];
             if held.is_empty() {
                 break;
             }
         }
-        if let Some(made) = left.iter().find(|tensor| !is_as_stored(&sources[**tensor])) {
-            let needed = self.bytes_to_hold(tensors, sources);
-            let available = self.bytes_to_hold(held, sources);
-            tracing::debug!(
-                name = sources[*made].name,
-                "a copy of what is made at load has no room"
-            );
-            return Err(LoadError::HostMemory { needed, available });
-        }
-        self.read_from_files(left, sources)?;
         Ok(held)
-    }
-
-    /// Opens the files of tensors that are read when they are used.
-    fn read_from_files(&mut self, tensors: &[usize], sources: &[TensorSource]) -> Result<(), LoadError> {
-        for piece in tensors.iter().flat_map(|tensor| &sources[*tensor].pieces) {
-            if let SourcePiece::File { file: path, .. } = piece
-                && !self.on_disk.contains_key(path)
-            {
-                let file = open_regular(path).map_err(|error| unreadable(path, error))?;
-                self.on_disk.insert(Arc::clone(path), Arc::new(file));
-            }
-        }
-        Ok(())
     }
 
     /// Bytes that holding these tensors takes from the machine, beyond what is held already.
@@ -184,8 +158,10 @@ impl HostBlocks {
             }
             for piece in &source.pieces {
                 if let SourcePiece::File { file, range } = piece {
-                    let here = self.files.get(file).map(|mapped| &mapped.cells);
-                    let new = cells_of(*range).filter(|cell| here.is_none_or(|here| !here.contains(cell)));
+                    let registered = self.files.get(file).map(|mapped| &mapped.cells);
+                    let held = [registered, self.promised.get(file)];
+                    let is_new = |cell: &u64| held.iter().flatten().all(|held| !held.contains(cell));
+                    let new = cells_of(*range).filter(is_new);
                     cells.extend(new.map(|cell| (&**file, cell)));
                 }
             }
@@ -193,62 +169,175 @@ impl HostBlocks {
         Bytes(cells.len() as u64 * CELL) + copies
     }
 
-    /// Holds these tensors, for which there is room, and those that it has already: blocks that come back to the card are streamed again
-    /// when it is short of memory. Returns those that need a pinned copy ([`HostBlocks::keep`]).
+    /// Does what precedes [`HostBlocks::hold`] and needs no driver: pages of these tensors' files are made present, and memory for
+    /// pinned copies. `None` if none needs a copy.
     ///
     /// # Errors
-    /// [`LoadError::Io`].
-    pub(super) fn hold(
+    /// [`LoadError::Io`]; [`LoadError::HostMemory`].
+    pub(super) fn prepare(
         &mut self,
         context: &Arc<CudaContext>,
         tensors: &[usize],
         sources: &[TensorSource],
+    ) -> Result<Option<RoomForCopies>, LoadError> {
+        for (file, cells) in mapped_cells(tensors.iter().map(|tensor| &sources[*tensor])) {
+            let mapped = match self.files.entry(file) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(new) => {
+                    let mapped = MappedFile::open(context, new.key())?;
+                    new.insert(mapped)
+                }
+            };
+            mapped.make_present(&cells);
+        }
+        let is_missing =
+            |tensor: &&usize| !is_as_stored(&sources[**tensor]) && !self.copies.contains_key(tensor);
+        let missing: Vec<usize> = tensors.iter().filter(is_missing).copied().collect();
+        room_for_copies(&missing, sources)
+    }
+
+    /// Holds these tensors, for which there is room and which are [prepared](HostBlocks::prepare), and those that it has already: blocks
+    /// that come back to the card are streamed again when it is short of memory. Returns those whose copies are to be filled. What lies in
+    /// files may be left to the stage that comes next ([`HostBlocks::hold_promised`]); it counts as held from now on.
+    ///
+    /// # Errors
+    /// [`LoadError::HostMemory`].
+    pub(super) fn hold(
+        &mut self,
+        tensors: &[usize],
+        sources: &[TensorSource],
+        room: Option<RoomForCopies>,
+        arrival: Arrival,
     ) -> Result<Vec<usize>, LoadError> {
-        let (mapped, mut copied): (Vec<usize>, Vec<usize>) = tensors
-            .iter()
-            .partition(|tensor| is_as_stored(&sources[**tensor]));
-        let mut wanted: HashMap<Arc<Path>, BTreeSet<u64>> = HashMap::new();
-        for tensor in &mapped {
-            for piece in &sources[*tensor].pieces {
-                if let SourcePiece::File { file, range } = piece {
-                    let cells = wanted.entry(Arc::clone(file)).or_default();
-                    cells.extend(cells_of(*range));
+        let mut missing = self.pin(room)?;
+        let of_files = || tensors.iter().map(|tensor| &sources[*tensor]);
+        if arrival == Arrival::WithFirstPass {
+            for (file, mut cells) in mapped_cells(of_files()) {
+                if let Some(mapped) = self.files.get(&file) {
+                    cells.retain(|cell| !mapped.cells.contains(cell));
+                    self.promised.entry(file).or_default().extend(cells);
                 }
             }
+            return Ok(missing);
         }
-        copied.retain(|tensor| !self.copies.contains_key(tensor));
+        // What was left to a stage is among these tensors, or is not streamed any more.
+        self.promised.clear();
+        if !self.register(of_files()) {
+            tracing::info!("pages of files cannot be registered with the driver: blocks have pinned copies");
+            self.files.clear();
+            let others = tensors.iter().filter(|tensor| !self.copies.contains_key(tensor));
+            let others: Vec<usize> = others.copied().collect();
+            missing.extend(self.pin(room_for_copies(&others, sources)?)?);
+        }
+        Ok(missing)
+    }
+
+    /// Whether a tensor is left to a stage ([`HostBlocks::hold_promised`]).
+    pub(super) fn has_promised(&self, source: &TensorSource) -> bool {
+        let is_promised = |piece: &SourcePiece| match piece {
+            SourcePiece::File { file, range } => {
+                let promised = self.promised.get(file);
+                promised.is_some_and(|promised| cells_of(*range).any(|cell| promised.contains(&cell)))
+            }
+            SourcePiece::Inline(_) => false,
+        };
+        is_as_stored(source) && source.pieces.iter().any(is_promised)
+    }
+
+    /// Registers the pages of tensors that were left to a stage. False if the driver refuses: they are not held then.
+    pub(super) fn hold_promised<'s>(&mut self, sources: impl Iterator<Item = &'s TensorSource>) -> bool {
+        self.register(sources)
+    }
+
+    /// Forgets what was left to a stage that has not come to it.
+    pub(super) fn forget_promised(&mut self) {
+        self.promised.clear();
+    }
+
+    fn register<'s>(&mut self, sources: impl Iterator<Item = &'s TensorSource>) -> bool {
         let mut is_registered = true;
-        for (file, cells) in wanted {
-            if !self.files.contains_key(&file) {
-                self.files
-                    .insert(Arc::clone(&file), MappedFile::open(context, &file)?);
+        for (file, cells) in mapped_cells(sources) {
+            if let Some(promised) = self.promised.get_mut(&file) {
+                promised.retain(|cell| !cells.contains(cell));
             }
             if let Some(mapped) = self.files.get_mut(&file) {
                 is_registered &= mapped.register(&cells);
             }
         }
-        if !is_registered {
-            tracing::info!("pages of files cannot be registered with the driver: blocks have pinned copies");
-            self.files.clear();
-            copied.extend(mapped.iter().filter(|tensor| !self.copies.contains_key(tensor)));
-        }
-        Ok(copied)
+        is_registered
     }
 
-    /// A pinned copy of a tensor, to be filled; `None` if the machine has no such memory.
-    pub(super) fn keep(&mut self, tensor: usize, bytes: Bytes) -> Option<NonNull<u8>> {
-        let copy = PinnedRegion::new((bytes.0 as usize).max(1), reader::threads())?;
-        let address = copy.address();
-        self.copies.insert(tensor, copy);
-        Some(address)
+    /// Pins memory for copies. Returns the tensors.
+    fn pin(&mut self, room: Option<RoomForCopies>) -> Result<Vec<usize>, LoadError> {
+        let Some(RoomForCopies { memory, places }) = room else {
+            return Ok(Vec::new());
+        };
+        let needed = Bytes(memory.length() as u64);
+        let region = Arc::new(memory.pinned().ok_or(LoadError::HostMemory {
+            needed,
+            available: Bytes::ZERO,
+        })?);
+        self.regions.push(Arc::clone(&region));
+        for (tensor, offset) in &places {
+            let copy = PinnedCopy {
+                region: Arc::clone(&region),
+                offset: *offset,
+            };
+            self.copies.insert(*tensor, copy);
+        }
+        Ok(places.into_iter().map(|(tensor, _)| tensor).collect())
     }
+
+    /// The address of a tensor's pinned copy.
+    pub(super) fn copy_of(&self, tensor: usize) -> Option<NonNull<u8>> {
+        self.copies.get(&tensor).map(PinnedCopy::address)
+    }
+}
+
+/// Alignment of pinned copies.
+const COPY_ALIGNMENT: usize = 256;
+
+/// Memory for pinned copies of these tensors; `None` if there are none.
+fn room_for_copies(tensors: &[usize], sources: &[TensorSource]) -> Result<Option<RoomForCopies>, LoadError> {
+    let mut length = 0;
+    let place = |tensor: &usize| {
+        let offset = length;
+        length += (sources[*tensor].bytes_on_card().0 as usize).next_multiple_of(COPY_ALIGNMENT);
+        (*tensor, offset)
+    };
+    let places: Vec<(usize, usize)> = tensors.iter().map(place).collect();
+    if places.is_empty() {
+        return Ok(None);
+    }
+    let memory = UnpinnedRegion::new(length.max(1), reader::threads()).ok_or(LoadError::HostMemory {
+        needed: Bytes(length as u64),
+        available: Bytes::ZERO,
+    })?;
+    Ok(Some(RoomForCopies { memory, places }))
+}
+
+/// The cells of files that the tensors which lie there as they are used are in.
+fn mapped_cells<'s>(sources: impl Iterator<Item = &'s TensorSource>) -> HashMap<Arc<Path>, BTreeSet<u64>> {
+    let mut wanted: HashMap<Arc<Path>, BTreeSet<u64>> = HashMap::new();
+    let mapped = sources.filter(|source| is_as_stored(source));
+    for piece in mapped.flat_map(|source| &source.pieces) {
+        if let SourcePiece::File { file, range } = piece {
+            let cells = wanted.entry(Arc::clone(file)).or_default();
+            cells.extend(cells_of(*range));
+        }
+    }
+    wanted
 }
 
 impl HoldsMemory for HostBlocks {
     /// Bytes of the machine's memory that cannot be taken from it: registered pages and copies.
     fn bytes(&self) -> Bytes {
-        let cells: u64 = self.files.values().map(MappedFile::registered).sum();
-        let copies: u64 = self.copies.values().map(|copy| copy.length() as u64).sum();
+        let promised = self.promised.iter().filter_map(|(file, cells)| {
+            let mapped = self.files.get(file)?;
+            Some(cells.iter().map(|cell| mapped.cell(*cell).1 as u64).sum::<u64>())
+        });
+        let cells: u64 = self.files.values().map(MappedFile::registered).sum::<u64>() + promised.sum::<u64>();
+        let copies: u64 = self.regions.iter().map(|region| region.length() as u64).sum();
         Bytes(cells + copies)
     }
 }
@@ -286,7 +375,7 @@ fn cells_of(range: ByteRange) -> Range<u64> {
 }
 
 /// Whether the bytes of a tensor lie in files as they are used.
-fn is_as_stored(source: &TensorSource) -> bool {
+pub(super) fn is_as_stored(source: &TensorSource) -> bool {
     use crate::load::Stored;
     use candle_core::DType;
     let is_same = match source.target {
@@ -364,39 +453,33 @@ impl MappedFile {
         self.cells.iter().map(|cell| self.cell(*cell).1 as u64).sum()
     }
 
+    /// Makes the pages of these cells present, where the system can: registering them is faster then.
+    fn make_present(&self, wanted: &BTreeSet<u64>) {
+        let new: Vec<u64> = wanted.difference(&self.cells).copied().collect();
+        let part = new.len().div_ceil(reader::threads()).max(1);
+        std::thread::scope(|scope| {
+            for cells in new.chunks(part) {
+                scope.spawn(move || {
+                    for (at, length) in cells.iter().map(|cell| self.cell(*cell)) {
+                        // SAFETY: the range is mapped; the call only makes its pages present.
+                        unsafe { libc::madvise(at.as_ptr(), length, libc::MADV_POPULATE_READ) };
+                    }
+                });
+            }
+        });
+    }
+
     /// Registers these cells. False if the driver refuses.
     fn register(&mut self, wanted: &BTreeSet<u64>) -> bool {
         let new: Vec<u64> = wanted.difference(&self.cells).copied().collect();
-        let this = &*self;
-        let outcomes: Vec<(u64, Result<(), DriverError>)> = std::thread::scope(|scope| {
-            let part = new.len().div_ceil(THREADS).max(1);
-            let threads: Vec<_> = new
-                .chunks(part)
-                .map(|cells| {
-                    scope.spawn(move || {
-                        cells
-                            .iter()
-                            .map(|cell| (*cell, this.pin(*cell)))
-                            .collect::<Vec<_>>()
-                    })
-                })
-                .collect();
-            let joined = threads.into_iter().filter_map(|thread| thread.join().ok());
-            joined.flatten().collect()
-        });
-        let mut all = outcomes.len() == new.len();
-        for (cell, outcome) in outcomes {
-            match outcome {
-                Ok(()) => {
-                    self.cells.insert(cell);
-                }
-                Err(error) => {
-                    tracing::debug!(%error, "pages of a file cannot be registered");
-                    all = false;
-                }
+        for cell in new {
+            if let Err(error) = self.pin(cell) {
+                tracing::debug!(%error, "pages of a file cannot be registered");
+                return false;
             }
+            self.cells.insert(cell);
         }
-        all
+        true
     }
 
     fn pin(&self, cell: u64) -> Result<(), DriverError> {

@@ -17,7 +17,7 @@ mod streaming;
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
 use candle_core::cuda_backend::CudaStorageSlice;
 use candle_core::op::BackpropOp;
@@ -25,7 +25,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Storage, Tensor};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, PushKernelArg as _, sys};
 use residency::{Bytes, Component, ComponentId, DriverTruth, HostMemory, Part};
 
-use crate::card::{CardDescription, CardSpeeds, Gpu, GpuError, Unloaded};
+use crate::card::{Arrival, CardDescription, CardSpeeds, Gpu, GpuError, Unloaded};
 use crate::cuda_settings::CudaSettings;
 use crate::faults::{FaultAction, FaultSchedule};
 use crate::host_tier::HostTier;
@@ -38,7 +38,7 @@ use crate::timeline::Timeline;
 use parted::{KeptBlocks, PartedComponent};
 use pool::{PinnedInPlace, Pool, has_in_one_piece, is_allocated, is_out_of_memory};
 use quantize::Kernels;
-use staging::{Allocation, PinnedRing, Staging};
+use staging::{Allocation, PinnedRing, Reading, Staging};
 
 /// cuBLAS allocates a hidden workspace unless the caller sets one. This is its size on compute capability 9; older cards
 /// need less and lose nothing.
@@ -65,7 +65,8 @@ pub(crate) struct CudaCard {
     activations: Pool,
     /// Pool of library workspaces, allocated once.
     workspaces: Pool,
-    staging: Staging,
+    /// Streams of components read with it too, while a stage runs.
+    staging: Arc<Mutex<Staging>>,
     /// Copies of streamed blocks, beside the computation.
     copies: Arc<CudaStream>,
     held: HashMap<ComponentId, CudaComponent>,
@@ -75,6 +76,10 @@ pub(crate) struct CudaCard {
     host: HostTier<KeptBlocks>,
     nvml: NvmlCard,
     context_bytes: Bytes,
+    /// Bytes of the context when the card was opened.
+    context_at_start: Bytes,
+    /// The last readings of it.
+    context_readings: [Bytes; 3],
     /// Bytes used by the activation pool when the current stage began.
     stage_baseline: Bytes,
     /// Maximum bytes of the card's memory that the service uses.
@@ -216,7 +221,8 @@ impl CudaCard {
         let pinned = pinned
             .map_err(|_| GpuError::Lost("pinning memory panicked".to_owned()))?
             .map_err(lost)?;
-        let staging = Staging::new(&stream, kernels, pinned).map_err(lost)?;
+        let staging =
+            Staging::new(&stream, kernels, pinned).map_err(|error| GpuError::Lost(error.to_string()))?;
         let copies = context.new_stream().map_err(lost)?;
         timeline.part("the rest of the pinned memory, streams");
         let speeds = speeds::measure(&staging, &activations, (&device, dtype), &stream);
@@ -232,13 +238,15 @@ impl CudaCard {
             stream,
             activations,
             workspaces,
-            staging,
+            staging: Arc::new(Mutex::new(staging)),
             copies,
             held: HashMap::new(),
             parted: HashMap::new(),
             host: HostTier::default(),
             nvml,
             context_bytes: Bytes::ZERO,
+            context_at_start: Bytes::ZERO,
+            context_readings: [Bytes::ZERO; 3],
             stage_baseline: Bytes::ZERO,
             limit: settings.limit,
             faults: FaultSchedule::new(settings.faults.clone(), generation, settings.die_generations),
@@ -251,15 +259,21 @@ impl CudaCard {
             .free;
         let pools = card.pools()?;
         card.context_bytes = (free_before - free_now) - pools.reserved();
+        card.context_at_start = card.context_bytes;
         let total = card.driver_memory()?.1;
         card.description.total = card.limit.map_or(total, |limit| total.min(limit));
         tracing::info!(
-            card = card.description.id, context = %card.context_bytes, pinned = %card.staging.bytes(), %profile,
+            card = card.description.id, context = %card.context_bytes, pinned = %card.staging().bytes(), %profile,
             link = card.speeds.link.map_or(0, |link| link.0), flops = card.speeds.flops.unwrap_or(0), "the card is open"
         );
         timeline.part("measure the context");
         timeline.end();
         Ok(card)
+    }
+
+    fn staging(&self) -> MutexGuard<'_, Staging> {
+        // A load that panicked left lanes that wait for nothing: the next begins with its own work.
+        self.staging.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn check_alive(&self) -> Result<(), GpuError> {
@@ -309,11 +323,23 @@ impl CudaCard {
         let (free, total) = self.driver_memory()?;
         let besides = total - free - pools.reserved();
         let own = self.nvml.own_bytes().map(|own| own - pools.reserved());
-        self.context_bytes = match own {
+        let measured = match own {
             Some(own) => own.min(besides),
             None if may_have_grown && besides - self.context_bytes <= CONTEXT_GROWTH => besides,
             None => self.context_bytes.min(besides),
         };
+        // Pools and NVML are read one after the other, and NVML may be late: a single reading may be half a gigabyte off. Code that is
+        // loaded stays, so the largest of some readings counts.
+        self.context_readings.rotate_right(1);
+        self.context_readings[0] = measured;
+        let largest = self.context_readings.iter().copied().max().unwrap_or(measured);
+        let context = largest.max(self.context_at_start);
+        if context != self.context_bytes || measured != context {
+            tracing::debug!(
+                %context, %measured, %besides, ?own, reserved = %pools.reserved(), "memory of the context"
+            );
+        }
+        self.context_bytes = context;
         Ok(())
     }
 
@@ -420,13 +446,15 @@ impl Gpu for CudaCard {
             )));
         }
         if !plan.parts().sizes().is_empty() {
-            return self.load_parted(component, plan, part, progress);
+            return self
+                .load_parted(component, plan, part, Arrival::Now, progress)
+                .map(|_| ());
         }
         let booked = plan.bytes();
         let files = reader::open(sources)?;
         reader::report_progress(progress, Bytes::ZERO, booked)?;
         // Temporary memory of this load, out of the planned headroom: a load that quantizes works with the free memory.
-        let needed = booked + self.staging.min_workspace(sources)?;
+        let needed = booked + self.staging().min_workspace(sources)?;
         let free = self.free()?;
         if needed > free {
             return Err(LoadError::OutOfMemory { needed, free });
@@ -436,9 +464,16 @@ impl Gpu for CudaCard {
         let pool = self.latch(pool).map_err(gone)?;
         timeline.part("open files, make a pool");
         let mut made = Vec::with_capacity(sources.len());
-        let loaded = self
-            .staging
-            .load(sources, &files, &pool, &mut made, room, progress);
+        let loaded = self.staging().load(
+            Reading {
+                sources,
+                files: &files,
+                memory: &pool,
+            },
+            &mut made,
+            room,
+            progress,
+        );
         timeline.part("read and copy");
         let outcome = loaded
             .and_then(|()| reader::check_unchanged(&files))
@@ -474,6 +509,27 @@ impl Gpu for CudaCard {
                 Err(error)
             }
         }
+    }
+
+    fn load_for_a_stage(
+        &mut self,
+        component: &Component,
+        plan: &LoadPlan,
+        part: Part,
+        progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
+    ) -> Result<Bytes, LoadError> {
+        let is_there = self.held.contains_key(&component.id) || self.parted.contains_key(&component.id);
+        if is_there || plan.parts().sizes().is_empty() {
+            return self.load(component, plan, part, progress).map(|()| Bytes::ZERO);
+        }
+        self.check_alive()
+            .map_err(|error| LoadError::Lost(error.to_string()))?;
+        self.load_parted(component, plan, part, Arrival::WithFirstPass, progress)
+    }
+
+    fn has_unread(&self, id: &ComponentId) -> bool {
+        let stream = self.parted.get(id).and_then(|parted| parted.stream.as_ref());
+        stream.is_some_and(|stream| stream.has_unread())
     }
 
     fn resize(

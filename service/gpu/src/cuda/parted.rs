@@ -2,25 +2,27 @@
 //! block shares one. Tensors lie in a block as they do in the ring, so that products over several of them are the same products
 //! wherever the block is.
 
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::{ControlFlow, Range};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
-use cudarc::driver::{DriverError, sys};
+use cudarc::driver::{CudaEvent, DriverError, sys};
 use residency::{Bytes, Component, HostMemory, HostShare, Part};
 
 use super::host_blocks::{self, HostBlocks};
 use super::placer::Places;
 use super::pool::is_out_of_memory;
 use super::region::Region;
-use super::staging::lost;
-use super::streaming::{CudaWeightStream, RunTo, Runs, Unowned};
+use super::staging::{Reading, Staging, Temporary, lost};
+use super::streaming::{CudaWeightStream, FileSource, ReadTo, RunTo, Runs, Unowned};
 use super::{CudaCard, POOL_ROUNDING, tensor_at};
-use crate::blocks::{ALIGNMENT, Placement, RING_BLOCKS, StreamedBlock};
-use crate::card::{GpuError, Unloaded};
+use crate::blocks::{ALIGNMENT, BlockPlace, Placement, RING_BLOCKS, StreamedBlock, Uses};
+use crate::card::{Arrival, GpuError, Unloaded};
 use crate::host_tier::HoldsMemory;
-use crate::load::{LoadError, LoadPlan, TensorSource};
+use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};
 use crate::reader::{self, LoadedFrom, OpenFiles, Progress};
-use crate::tensors::{ComponentTensors, WeightStream};
+use crate::tensors::{ComponentTensors, Streams, WeightStream};
 use crate::timeline::Timeline;
 
 /// A component that can be on the card in part.
@@ -30,10 +32,17 @@ pub(super) struct PartedComponent {
     pub(super) booked: Bytes,
     part: Part,
     from: LoadedFrom,
+    /// Its files, as they were when it was loaded.
+    files: Arc<OpenFiles>,
+    pub(super) stream: Option<Arc<CudaWeightStream>>,
     layout: RegionLayout,
     region: Region,
-    host: HostBlocks,
+    /// Shared with the stream.
+    host: Arc<Mutex<HostBlocks>>,
 }
+
+/// Tensors of blocks that have a place and are not there yet.
+type Unread = BTreeMap<BlockPlace, Vec<ReadTo>>;
 
 impl PartedComponent {
     /// Bytes that its region has from the driver.
@@ -46,12 +55,17 @@ impl PartedComponent {
 pub(super) struct KeptBlocks {
     component: Component,
     from: LoadedFrom,
-    host: HostBlocks,
+    host: Arc<Mutex<HostBlocks>>,
+}
+
+fn locked(host: &Mutex<HostBlocks>) -> MutexGuard<'_, HostBlocks> {
+    // Each of its changes is whole, even if what came after it panicked.
+    host.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl HoldsMemory for KeptBlocks {
     fn bytes(&self) -> Bytes {
-        self.host.bytes()
+        locked(&self.host).bytes()
     }
 }
 
@@ -126,28 +140,136 @@ impl RegionLayout {
     }
 }
 
-/// Indices of all tensors that pass through the ring.
-fn streamed(placement: &Placement) -> Vec<usize> {
-    let tensors = placement.streamed.iter().flat_map(|block| &block.tensors);
-    tensors.map(|(tensor, _)| *tensor).collect()
+/// The tensors that pass through the ring and are held in the machine's memory, if there is room: not those that are used once in a stage
+/// and lie in a file as they are used. To read these costs no more than to copy them.
+fn to_hold(placement: &Placement, sources: &[TensorSource]) -> Vec<usize> {
+    let blocks = placement.streamed.iter().flat_map(|block| {
+        let tensors = block.tensors.iter();
+        tensors.map(|(tensor, _)| (block.place.uses, *tensor))
+    });
+    let held = blocks
+        .filter(|(uses, tensor)| *uses == Uses::EachPass || !host_blocks::is_as_stored(&sources[*tensor]));
+    held.map(|(_, tensor)| tensor).collect()
+}
+
+/// Bytes that are read before a load leaves the rest to the first pass: as many tell how long the rest takes.
+const READ_AT_FIRST: Bytes = Bytes::mib(256);
+/// Of all that stays, at least this part is read at first.
+const SHARE_AT_FIRST: u64 = 8;
+/// The longest that the rest may take, in seconds: a client sees no progress of it.
+const LEFT_SECONDS: f64 = 1.0;
+
+/// What stays on the card, in the order in which it is read.
+#[derive(Default)]
+struct Staying {
+    /// Read by the load.
+    now: Vec<usize>,
+    /// Read by the load too, or when a stage comes to it.
+    later: Vec<(BlockPlace, Vec<usize>)>,
+}
+
+impl Staying {
+    /// What is read of a part: all that stays and is not in the machine's memory.
+    fn of(
+        layout: &RegionLayout,
+        placement: &Placement,
+        host: &HostBlocks,
+        sources: &[TensorSource],
+        arrival: Arrival,
+    ) -> Staying {
+        let is_read = |tensor: &usize| !host.has(*tensor, &sources[*tensor]);
+        let mut staying = Staying::default();
+        let rest = layout.rest.iter().map(|(tensor, _)| *tensor);
+        staying.now.extend(rest.filter(is_read));
+        let blocks: Vec<(BlockPlace, Vec<usize>)> = layout
+            .staying(placement)
+            .map(|(block, _)| {
+                let tensors = block.tensors.iter().map(|(tensor, _)| *tensor);
+                (block.place, tensors.filter(is_read).collect())
+            })
+            .filter(|(_, tensors): &(BlockPlace, Vec<usize>)| !tensors.is_empty())
+            .collect();
+        let bytes = |tensors: &[usize]| -> Bytes {
+            let of = |tensor: &usize| sources[*tensor].bytes_on_card();
+            tensors.iter().map(of).sum()
+        };
+        let all: Bytes = blocks.iter().map(|(_, tensors)| bytes(tensors)).sum();
+        let at_first = match arrival {
+            Arrival::Now => Bytes(u64::MAX),
+            Arrival::WithFirstPass => Bytes(all.0 / SHARE_AT_FIRST).max(READ_AT_FIRST),
+        };
+        let mut read = Bytes::ZERO;
+        for (place, tensors) in blocks {
+            if read < at_first {
+                read += bytes(&tensors);
+                staying.now.extend(tensors);
+            } else {
+                staying.later.push((place, tensors));
+            }
+        }
+        staying
+    }
+
+    fn later(&self) -> impl Iterator<Item = usize> {
+        self.later.iter().flat_map(|(_, tensors)| tensors.iter().copied())
+    }
+
+    /// The blocks that are left to the first pass, with the places of their tensors.
+    fn unread(&self, sources: &[TensorSource], addresses: &HashMap<usize, sys::CUdeviceptr>) -> Unread {
+        let read_to = |tensor: &usize| {
+            Some(ReadTo {
+                tensor: *tensor,
+                source: sources[*tensor].clone(),
+                to: *addresses.get(tensor)?,
+            })
+        };
+        let block = |(place, tensors): &(BlockPlace, Vec<usize>)| {
+            (*place, tensors.iter().filter_map(read_to).collect())
+        };
+        self.later.iter().map(block).collect()
+    }
+}
+
+/// What a load reads from, and where to.
+struct Filling<'a> {
+    sources: &'a [TensorSource],
+    addresses: HashMap<usize, sys::CUdeviceptr>,
+    files: &'a OpenFiles,
+    /// Bytes on the card that may be used meanwhile.
+    room: Bytes,
+}
+
+impl Filling<'_> {
+    fn cloned(&self, tensors: impl Iterator<Item = usize>) -> Vec<TensorSource> {
+        tensors.map(|tensor| self.sources[tensor].clone()).collect()
+    }
+
+    fn places(&self) -> Places<'_> {
+        let named = self.sources.iter().enumerate();
+        let places =
+            named.filter_map(|(tensor, source)| Some((source.name.as_str(), *self.addresses.get(&tensor)?)));
+        Places(places.collect())
+    }
 }
 
 impl CudaCard {
-    /// As [`crate::Gpu::load`], for a component that has parts.
+    /// As [`crate::Gpu::load`], for a component that has parts. Returns the bytes that are left to the first pass over it.
     pub(super) fn load_parted(
         &mut self,
         component: &Component,
         plan: &LoadPlan,
         part: Part,
+        arrival: Arrival,
         progress: Progress<'_>,
-    ) -> Result<(), LoadError> {
+    ) -> Result<Bytes, LoadError> {
         let mut timeline = Timeline::begin("load");
         let sources = plan.files()?;
-        let files = reader::open(sources)?;
+        let files = Arc::new(reader::open(sources)?);
         let placement = plan.placement(part);
         let booked = placement.bytes_on_card(sources);
         reader::report_progress(progress, Bytes::ZERO, booked)?;
-        let needed = booked + self.staging.min_workspace(sources)?;
+        let workspace = self.staging().min_workspace(sources)?;
+        let needed = booked + workspace;
         let free = self.free()?;
         if needed > free {
             return Err(LoadError::OutOfMemory { needed, free });
@@ -156,18 +278,16 @@ impl CudaCard {
         let (layout, mut region) = RegionLayout::new(&self.context, sources).map_err(lost)?;
         timeline.part("open files, reserve addresses");
         let kept = self.host.take(&component.id);
-        let mut host = kept
+        let host = kept
             .filter(|kept| kept.from.is_of(plan, &files))
-            .map_or_else(HostBlocks::default, |kept| kept.host);
-        let (from_host, staying): (Vec<usize>, Vec<usize>) = placement
-            .staying(sources)
-            .into_iter()
-            .partition(|tensor| host.has(*tensor, &sources[*tensor]));
-        let staying: Vec<TensorSource> = staying
-            .into_iter()
-            .map(|tensor| sources[tensor].clone())
-            .collect();
+            .map_or_else(Arc::default, |kept| kept.host);
         let in_use = self.in_use_on_host();
+        // What is quantized needs memory of the card meanwhile, which belongs to the stage once the load is over.
+        let arrival = if workspace > Bytes::ZERO {
+            Arrival::Now
+        } else {
+            arrival
+        };
         let filled = layout
             .allocate(&mut region, &placement)
             .map_err(|error| match is_out_of_memory(error) {
@@ -176,36 +296,55 @@ impl CudaCard {
             })
             .and_then(|()| {
                 timeline.part("map memory");
-                let addresses = layout.addresses(&region, &placement);
-                for tensor in &from_host {
-                    if let Some(to) = addresses.get(tensor) {
-                        self.copy_from_host(&host, *tensor, &sources[*tensor], *to)?;
+                let mut held_on_host = locked(&host);
+                let filling = Filling {
+                    sources,
+                    addresses: layout.addresses(&region, &placement),
+                    files: &files,
+                    room,
+                };
+                for tensor in placement.staying(sources) {
+                    if held_on_host.has(tensor, &sources[tensor])
+                        && let Some(to) = filling.addresses.get(&tensor)
+                    {
+                        self.copy_from_host(&held_on_host, tensor, &sources[tensor], *to)?;
                     }
                 }
-                let (streamed, in_use) = (streamed(&placement), in_use + host.bytes());
-                let held = host.fit(&streamed, sources, |needed| {
+                let staying = Staying::of(&layout, &placement, &held_on_host, sources, arrival);
+                let (wanted, in_use) = (to_hold(&placement, sources), in_use + held_on_host.bytes());
+                let held = held_on_host.fit(&wanted, sources, |needed| {
                     self.host.make_room(needed, in_use, host_blocks::available())
                 })?;
-                // Pages are registered while others are read.
                 let context = Arc::clone(&self.context);
-                let missing = std::thread::scope(|scope| {
-                    let host = &mut host;
-                    let registering = scope.spawn(move || host.hold(&context, held, sources));
-                    let filled = self.fill(&staying, sources, &addresses, &files, room, progress);
-                    let gone = || LoadError::Lost("a thread that registers pages has ended".to_owned());
-                    let missing = registering.join().map_err(|_| gone())?;
-                    filled.and(missing)
+                // Pages are made present while others are read.
+                let (unread, room) = std::thread::scope(|scope| {
+                    let host = &mut *held_on_host;
+                    let preparing = scope.spawn(move || host.prepare(&context, held, sources));
+                    let unread = self.read_staying(staying, &filling, progress);
+                    let gone = || LoadError::Lost("a thread that reads pages of files has ended".to_owned());
+                    let prepared = preparing.join().map_err(|_| gone());
+                    Ok::<_, LoadError>((unread?, prepared??))
                 })?;
                 self.copies.synchronize().map_err(lost)?;
-                timeline.part("read and copy, hold streamed blocks in the machine's memory");
-                self.keep_made(&mut host, &missing, &placement, sources, &addresses, &files, room)?;
+                timeline.part("read and copy");
+                let missing = held_on_host.hold(held, sources, room, arrival)?;
+                timeline.part("hold streamed blocks in the machine's memory");
+                self.keep_made(&held_on_host, &missing, &placement, &filling)?;
                 timeline.part("copy what was made to the machine's memory");
                 reader::check_unchanged(&files)?;
-                reader::report_progress(progress, booked, booked)
-            })
-            .and_then(|()| self.parted_tensors(&layout, &region, &placement, &host, sources));
+                reader::report_progress(progress, booked, booked)?;
+                let left = unread
+                    .values()
+                    .flatten()
+                    .map(|tensor| tensor.source.bytes_on_card())
+                    .sum();
+                let reading = (unread, Arc::clone(&files));
+                drop(held_on_host);
+                let made = self.parted_tensors(&layout, &region, &placement, &host, sources, reading)?;
+                Ok((made, left))
+            });
         match filled {
-            Ok(tensors) => {
+            Ok(((tensors, stream), left)) => {
                 self.parted.insert(
                     component.id.clone(),
                     PartedComponent {
@@ -214,13 +353,15 @@ impl CudaCard {
                         booked,
                         part,
                         from: LoadedFrom::new(plan, &files),
+                        files,
+                        stream,
                         layout,
                         region,
                         host,
                     },
                 );
                 timeline.end();
-                Ok(())
+                Ok(left)
             }
             Err(LoadError::Lost(why)) => {
                 // Nothing of a lost card may be touched, not even to free it.
@@ -237,56 +378,116 @@ impl CudaCard {
         }
     }
 
+    /// Reads what stays on the card. Blocks are left to the first pass if they take no longer than [`LEFT_SECONDS`] at the speed of what
+    /// was read before them.
+    fn read_staying(
+        &self,
+        staying: Staying,
+        filling: &Filling<'_>,
+        progress: Progress<'_>,
+    ) -> Result<Unread, LoadError> {
+        let (now, later) = (
+            filling.cloned(staying.now.iter().copied()),
+            filling.cloned(staying.later()),
+        );
+        let bytes = |sources: &[TensorSource]| sources.iter().map(TensorSource::bytes_on_card).sum::<Bytes>();
+        let (first, rest) = (bytes(&now), bytes(&later));
+        let total = first + rest;
+        let began = Instant::now();
+        self.fill(&now, filling, &mut |at: LoadProgress| {
+            progress(LoadProgress { done: at.done, total })
+        })?;
+        let seconds = began.elapsed().as_secs_f64() * rest.0 as f64 / first.0.max(1) as f64;
+        if seconds <= LEFT_SECONDS {
+            return Ok(staying.unread(filling.sources, &filling.addresses));
+        }
+        self.fill(&later, filling, &mut |at: LoadProgress| {
+            let done = first + at.done;
+            progress(LoadProgress { done, total })
+        })?;
+        Ok(Unread::new())
+    }
+
     /// Waits until nothing that was queued is under way.
     fn settle(&self) -> Result<(), DriverError> {
         self.stream.synchronize()?;
         self.copies.synchronize()
     }
 
-    /// Reads sources to their addresses.
+    /// Reads sources to their places.
     fn fill(
-        &mut self,
+        &self,
         wanted: &[TensorSource],
-        sources: &[TensorSource],
-        addresses: &HashMap<usize, sys::CUdeviceptr>,
-        files: &OpenFiles,
-        room: Bytes,
+        filling: &Filling<'_>,
         progress: Progress<'_>,
     ) -> Result<(), LoadError> {
-        let named = sources.iter().enumerate();
-        let places =
-            named.filter_map(|(tensor, source)| Some((source.name.as_str(), *addresses.get(&tensor)?)));
-        let places = Places(places.collect());
         let mut made = Vec::with_capacity(wanted.len());
-        self.staging
-            .load(wanted, files, &places, &mut made, room, progress)
+        let places = filling.places();
+        let reading = Reading {
+            sources: wanted,
+            files: filling.files,
+            memory: &places,
+        };
+        self.staging().load(reading, &mut made, filling.room, progress)
     }
 
     /// Makes the pinned copies of streamed tensors that do not lie in files as they are used: each block is made in the ring, and
-    /// copied from there.
-    #[allow(clippy::too_many_arguments)] // All of it is the state of one load.
+    /// copied from there while the next is made.
     fn keep_made(
         &mut self,
-        host: &mut HostBlocks,
+        host: &HostBlocks,
         missing: &[usize],
         placement: &Placement,
-        sources: &[TensorSource],
-        addresses: &HashMap<usize, sys::CUdeviceptr>,
-        files: &OpenFiles,
-        room: Bytes,
+        filling: &Filling<'_>,
     ) -> Result<(), LoadError> {
+        if missing.is_empty() {
+            return Ok(());
+        }
+        let mut staging = self.staging();
+        let temporary = staging.temporary(&filling.cloned(missing.iter().copied()), filling.room)?;
+        let missing: HashSet<usize> = missing.iter().copied().collect();
+        match self.make_blocks(host, &missing, placement, filling, (&mut staging, &temporary)) {
+            Err(LoadError::Lost(why)) => Err(LoadError::Lost(why)),
+            made => staging.end(temporary).and(made),
+        }
+    }
+
+    fn make_blocks(
+        &self,
+        host: &HostBlocks,
+        missing: &HashSet<usize>,
+        placement: &Placement,
+        filling: &Filling<'_>,
+        (staging, temporary): (&mut Staging, &Temporary),
+    ) -> Result<(), LoadError> {
+        let places = filling.places();
+        let mut copied: Vec<(Range<u64>, CudaEvent)> = Vec::new();
         for block in &placement.streamed {
             let tensors = block.tensors.iter().map(|(tensor, _)| *tensor);
             let tensors: Vec<usize> = tensors.filter(|tensor| missing.contains(tensor)).collect();
-            let wanted: Vec<TensorSource> = tensors.iter().map(|tensor| sources[*tensor].clone()).collect();
-            if wanted.is_empty() {
+            if tensors.is_empty() {
                 continue;
             }
-            let mut go_on = |_| std::ops::ControlFlow::Continue(());
-            self.fill(&wanted, sources, addresses, files, room, &mut go_on)?;
-            self.keep_from(host, &tensors, sources, addresses)?;
+            let range = block.at..block.at + block.bytes;
+            let is_overwritten =
+                |(other, _): &mut (Range<u64>, CudaEvent)| other.start < range.end && range.start < other.end;
+            for (_, copied) in copied.extract_if(.., is_overwritten) {
+                copied.synchronize().map_err(lost)?;
+            }
+            let wanted = filling.cloned(tensors.iter().copied());
+            let mut go_on = |_| ControlFlow::Continue(());
+            let mut made = Vec::with_capacity(wanted.len());
+            let reading = Reading {
+                sources: &wanted,
+                files: filling.files,
+                memory: &places,
+            };
+            staging.load_with(temporary, reading, &mut made, &mut go_on)?;
+            self.copy_to_host(host, &tensors, filling.sources, &filling.addresses)?;
+            let done = self.copies.record_event(None).map_err(lost)?;
+            copied.push((range, done));
         }
-        Ok(())
+        self.copies.synchronize().map_err(lost)
     }
 
     /// Bytes that may be allocated on the card.
@@ -300,7 +501,10 @@ impl CudaCard {
 
     /// Bytes of the machine's memory that components on the card hold.
     fn in_use_on_host(&self) -> Bytes {
-        self.parted.values().map(|parted| parted.host.bytes()).sum()
+        self.parted
+            .values()
+            .map(|parted| locked(&parted.host).bytes())
+            .sum()
     }
 
     /// Queues the copy of a tensor from the machine's memory to its place on the card. The caller waits for it.
@@ -322,38 +526,32 @@ impl CudaCard {
         Ok(())
     }
 
-    /// Copies tensors from the card to pinned memory of the machine.
-    fn keep_from(
+    /// Queues copies of tensors from the card to their pinned memory. The caller waits for them.
+    fn copy_to_host(
         &self,
-        host: &mut HostBlocks,
+        host: &HostBlocks,
         tensors: &[usize],
         sources: &[TensorSource],
         addresses: &HashMap<usize, sys::CUdeviceptr>,
     ) -> Result<(), LoadError> {
         for tensor in tensors {
-            let Some(from) = addresses.get(tensor) else {
+            let (Some(from), Some(to)) = (addresses.get(tensor), host.copy_of(*tensor)) else {
                 continue;
             };
-            let bytes = sources[*tensor].bytes_on_card();
-            let no_memory = LoadError::HostMemory {
-                needed: bytes,
-                available: Bytes::ZERO,
-            };
-            let to = host.keep(*tensor, bytes).ok_or(no_memory)?;
-            // SAFETY: the tensor has as many bytes on the card, and the pinned memory on the machine; both outlive the copy, which
-            // is waited for below.
+            // SAFETY: the tensor has as many bytes on the card, and its copy on the machine; both outlive the copy, which the caller
+            // waits for.
             unsafe {
                 sys::cuMemcpyDtoHAsync_v2(
                     to.as_ptr().cast(),
                     *from,
-                    bytes.0 as usize,
+                    sources[*tensor].bytes_on_card().0 as usize,
                     self.copies.cu_stream(),
                 )
             }
             .result()
             .map_err(lost)?;
         }
-        self.copies.synchronize().map_err(lost)
+        Ok(())
     }
 
     /// The tensors of a part, with the stream of its blocks.
@@ -362,13 +560,15 @@ impl CudaCard {
         layout: &RegionLayout,
         region: &Region,
         placement: &Placement,
-        host: &HostBlocks,
+        shared: &Arc<Mutex<HostBlocks>>,
         sources: &[TensorSource],
-    ) -> Result<ComponentTensors, LoadError> {
+        (unread, files): (Unread, Arc<OpenFiles>),
+    ) -> Result<(ComponentTensors, Option<Arc<CudaWeightStream>>), LoadError> {
         let candle_core::Device::Cuda(device) = &self.device else {
             return Err(LoadError::Lost("the card is not a CUDA device".to_owned()));
         };
         let addresses = layout.addresses(region, placement);
+        let host = locked(shared);
         let mut weights = HashMap::with_capacity(sources.len());
         let mut unowned = Unowned(Vec::with_capacity(sources.len()));
         for (tensor, source) in sources.iter().enumerate() {
@@ -380,8 +580,8 @@ impl CudaCard {
             weights.insert(source.name.clone(), reader::weight_of(source, made));
         }
         let tensors = ComponentTensors::of_weights(weights).owned_by(Box::new(unowned));
-        if placement.streamed.is_empty() {
-            return Ok(tensors);
+        if placement.streamed.is_empty() && unread.is_empty() {
+            return Ok((tensors, None));
         }
         let runs = placement.streamed.iter().map(|block| {
             let mut runs = Runs::default();
@@ -392,17 +592,31 @@ impl CudaCard {
                     runs.on_host.push(RunTo { run, to });
                     to += run.length as u64;
                 }
-                for run in host.disk_runs(*tensor, source) {
-                    let length = run.length;
-                    runs.on_disk.push((run, to));
-                    to += length;
+                if !host.has(*tensor, source) {
+                    let read = ReadTo {
+                        tensor: *tensor,
+                        source: source.clone(),
+                        to,
+                    };
+                    match host.has_promised(source) {
+                        true => runs.promised.push(read),
+                        false => runs.read.push(read),
+                    }
                 }
             }
             runs
         });
         let on = (&self.stream, &self.copies);
-        let stream = CudaWeightStream::new(&placement.streamed, runs.collect(), on)?;
-        Ok(tensors.streaming(WeightStream::new(Arc::new(stream))))
+        let source = FileSource {
+            staging: Arc::clone(&self.staging),
+            files,
+        };
+        let runs = runs.collect();
+        let host = Arc::clone(shared);
+        let stream = CudaWeightStream::new(&placement.streamed, runs, unread, (source, host), on)?;
+        let stream = Arc::new(stream);
+        let streaming = WeightStream::new(Arc::clone(&stream) as Arc<dyn Streams>);
+        Ok((tensors.streaming(streaming), Some(stream)))
     }
 
     /// As [`crate::Gpu::resize`]. Blocks that stay from now on are copied from the machine's memory, where they were for the
@@ -448,6 +662,9 @@ impl CudaCard {
             return Err(LoadError::OutOfMemory { needed: grown, free });
         }
         reader::report_progress(progress, Bytes::ZERO, grown)?;
+        if let Some(stream) = &held.stream {
+            stream.read_the_rest()?;
+        }
         self.settle().map_err(lost)?;
         // What is there from now on comes from where it was streamed from.
         let (mut new, mut from_files) = (Vec::new(), Vec::new());
@@ -465,8 +682,9 @@ impl CudaCard {
                 new.push(offset);
                 for (tensor, at) in &block.tensors {
                     let to = held.region.at(offset + at);
-                    match held.host.has(*tensor, &sources[*tensor]) {
-                        true => self.copy_from_host(&held.host, *tensor, &sources[*tensor], to)?,
+                    let host = locked(&held.host);
+                    match host.has(*tensor, &sources[*tensor]) {
+                        true => self.copy_from_host(&host, *tensor, &sources[*tensor], to)?,
                         false => from_files.push((sources[*tensor].clone(), to)),
                     }
                 }
@@ -474,23 +692,30 @@ impl CudaCard {
         }
         if !from_files.is_empty() {
             let (wanted, places): (Vec<TensorSource>, Vec<sys::CUdeviceptr>) = from_files.into_iter().unzip();
-            let files = reader::open(&wanted)?;
-            held.from.check_versions(&files)?;
-            let addresses = (0..).zip(places).collect();
-            let mut go_on = |_| std::ops::ControlFlow::Continue(());
-            self.fill(&wanted, &wanted, &addresses, &files, free - grown, &mut go_on)?;
+            let filling = Filling {
+                sources: &wanted,
+                addresses: (0..).zip(places).collect(),
+                files: &held.files,
+                room: free - grown,
+            };
+            self.fill(&wanted, &filling, &mut |_| ControlFlow::Continue(()))?;
+            reader::check_unchanged(&held.files)?;
         }
         self.copies.synchronize().map_err(lost)?;
         timeline.part("copy blocks that stay");
         let addresses = held.layout.addresses(&held.region, &before);
+        let mut host = locked(&held.host);
         // The component itself is not among those on the card now.
-        let in_use = self.in_use_on_host() + held.host.bytes();
-        let wanted = streamed(&after);
-        let fitting = held.host.fit(&wanted, sources, |needed| {
+        let in_use = self.in_use_on_host() + host.bytes();
+        let wanted = to_hold(&after, sources);
+        let fitting = host.fit(&wanted, sources, |needed| {
             self.host.make_room(needed, in_use, host_blocks::available())
         })?;
-        let missing = held.host.hold(&self.context, fitting, sources)?;
-        self.keep_from(&mut held.host, &missing, sources, &addresses)?;
+        let room = host.prepare(&self.context, fitting, sources)?;
+        let missing = host.hold(fitting, sources, room, Arrival::Now)?;
+        self.copy_to_host(&host, &missing, sources, &addresses)?;
+        self.copies.synchronize().map_err(lost)?;
+        drop(host);
         timeline.part("hold streamed blocks in the machine's memory");
         for (block, offset) in held.layout.staying(&before) {
             if after.streams(block.place) {
@@ -503,8 +728,11 @@ impl CudaCard {
             ring.map_err(lost)?;
         }
         timeline.part("free the rest");
-        let tensors = self.parted_tensors(&held.layout, &held.region, &after, &held.host, sources)?;
-        (held.tensors, held.part, held.booked) = (Arc::new(tensors), part, booked);
+        let reading = (Unread::new(), Arc::clone(&held.files));
+        let (tensors, stream) =
+            self.parted_tensors(&held.layout, &held.region, &after, &held.host, sources, reading)?;
+        (held.tensors, held.stream) = (Arc::new(tensors), stream);
+        (held.part, held.booked) = (part, booked);
         timeline.end();
         reader::report_progress(progress, grown, grown).or(Ok(()))
     }
@@ -538,6 +766,7 @@ impl CudaCard {
         let closed = region.close();
         self.latch(closed)?;
         timeline.part("free the memory");
+        locked(&host).forget_promised();
         let in_use = self.in_use_on_host();
         self.host.keep(
             id.clone(),
@@ -557,7 +786,7 @@ impl CudaCard {
     /// As [`crate::Gpu::on_host`].
     pub(super) fn memory_on_host(&self) -> HostMemory {
         let on_card = self.parted.values();
-        let on_card = on_card.map(|parted| (&parted.component, parted.host.bytes()));
+        let on_card = on_card.map(|parted| (&parted.component, locked(&parted.host).bytes()));
         let kept = self.host.kept().map(|(_, kept)| (&kept.component, kept.bytes()));
         let held = on_card.chain(kept).filter(|(_, bytes)| *bytes > Bytes::ZERO);
         let held = held.map(|(component, bytes)| {

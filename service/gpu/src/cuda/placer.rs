@@ -39,6 +39,11 @@ pub(super) trait Allocates: Sync {
 
     /// The place of a tensor.
     fn allocate(&self, source: &TensorSource, stream: &CudaStream) -> Result<sys::CUdeviceptr, DriverError>;
+
+    /// Whether all places were usable before the load, so that no copy has to wait for the work that is queued on the stream.
+    fn is_usable(&self) -> bool {
+        false
+    }
 }
 
 impl Allocates for Pool {
@@ -62,6 +67,10 @@ impl Allocates for Places<'_> {
     fn allocate(&self, source: &TensorSource, _: &CudaStream) -> Result<sys::CUdeviceptr, DriverError> {
         let place = self.0.get(source.name.as_str()).copied();
         place.ok_or(DriverError(sys::CUresult::CUDA_ERROR_NOT_FOUND))
+    }
+
+    fn is_usable(&self) -> bool {
+        true
     }
 }
 
@@ -114,7 +123,10 @@ impl<'a> Placer<'a, '_> {
     ) -> Result<Vec<Placed<'a>>, LoadError> {
         self.stream.context().bind_to_thread().map_err(lost)?;
         self.memory.map(bytes, self.stream).map_err(lost)?;
-        let among = self.made.len() + batch.len();
+        let among = match self.memory.is_usable() {
+            true => 0,
+            false => self.made.len() + batch.len(),
+        };
         let mut placed = Vec::with_capacity(batch.len());
         for (source, making) in batch {
             let bytes = source.bytes_on_card();
@@ -135,7 +147,9 @@ impl<'a> Placer<'a, '_> {
                 place,
             });
         }
-        self.allocated.record(self.stream).map_err(lost)?;
+        if among > 0 {
+            self.allocated.record(self.stream).map_err(lost)?;
+        }
         Ok(placed)
     }
 }

@@ -199,7 +199,7 @@ impl PinnedBuffer {
         let region = Arc::new(region);
         let part = |number: usize| PinnedBuffer {
             // SAFETY: the region is as long as all parts.
-            bytes: unsafe { region.bytes.add(number * length) },
+            bytes: unsafe { region.address().add(number * length) },
             length,
             region: Some(Arc::clone(&region)),
         };
@@ -316,30 +316,62 @@ impl Drop for PinnedInPlace {
 /// Memory of this process that the driver has pinned. This takes a sixth of the time of an allocation by the driver:
 /// the system provides huge pages of 2 MiB if available, faulted in by several threads.
 #[derive(Debug)]
-pub(super) struct PinnedRegion {
+pub(super) struct PinnedRegion(UnpinnedRegion);
+
+impl PinnedRegion {
+    /// `length` zeroed bytes for this thread's current context; `None` if the system or the driver refuses.
+    pub(super) fn new(length: usize, threads: usize) -> Option<PinnedRegion> {
+        UnpinnedRegion::new(length, threads)?.pinned()
+    }
+
+    /// Address of the first byte.
+    pub(super) fn address(&self) -> NonNull<u8> {
+        self.0.bytes
+    }
+
     /// Bytes that are pinned.
+    pub(super) fn length(&self) -> usize {
+        self.0.length
+    }
+}
+
+impl Drop for PinnedRegion {
+    fn drop(&mut self) {
+        // SAFETY: registered when it was made, and unregistered once; its memory is unmapped after it. The driver waits for a copy in
+        // flight.
+        if let Err(error) = unsafe { sys::cuMemHostUnregister(self.0.bytes.as_ptr().cast()) }.result() {
+            tracing::error!(%error, "pinned memory cannot be freed");
+            // Memory that the card may still read stays mapped.
+            self.0.mapped.1 = 0;
+        }
+    }
+}
+
+/// Memory of this process, in huge pages where there are some, all of them present.
+#[derive(Debug)]
+pub(super) struct UnpinnedRegion {
     length: usize,
     /// Address and bytes of the mapping.
     mapped: (NonNull<c_void>, usize),
-    /// The first pinned byte, at a multiple of 2 MiB.
+    /// The first byte, at a multiple of 2 MiB.
     bytes: NonNull<u8>,
 }
 
 // SAFETY: it owns its memory, which is the process's and not a thread's.
-unsafe impl Send for PinnedRegion {}
+unsafe impl Send for UnpinnedRegion {}
 // SAFETY: never read or written through directly; its parts are, each by its own owner.
-unsafe impl Sync for PinnedRegion {}
+unsafe impl Sync for UnpinnedRegion {}
 
-impl PinnedRegion {
+impl UnpinnedRegion {
     const HUGE: usize = 2 << 20;
     const PAGE: usize = 4096;
 
-    /// `length` zeroed bytes for this thread's current context; `None` if the system or the driver refuses.
-    pub(super) fn new(length: usize, threads: usize) -> Option<PinnedRegion> {
+    /// `length` zeroed bytes, which `threads` fault in; `None` if the system refuses.
+    pub(super) fn new(length: usize, threads: usize) -> Option<UnpinnedRegion> {
         if !cfg!(target_os = "linux") || length == 0 {
             return None;
         }
-        let whole = length + PinnedRegion::HUGE;
+        let whole = length + UnpinnedRegion::HUGE;
         // SAFETY: a new mapping at an address of the system's choice.
         let at = unsafe {
             libc::mmap(
@@ -352,7 +384,7 @@ impl PinnedRegion {
             )
         };
         let at = NonNull::new(at).filter(|at| at.as_ptr() != libc::MAP_FAILED)?;
-        let before = at.as_ptr().addr().next_multiple_of(PinnedRegion::HUGE) - at.as_ptr().addr();
+        let before = at.as_ptr().addr().next_multiple_of(UnpinnedRegion::HUGE) - at.as_ptr().addr();
         // SAFETY: it is within the mapping, which is longer by as much as an alignment can take.
         let bytes = unsafe { at.cast::<u8>().add(before) };
         let mapped = (at, whole);
@@ -361,7 +393,7 @@ impl PinnedRegion {
         unsafe { libc::madvise(bytes.as_ptr().cast(), length, libc::MADV_HUGEPAGE) };
         let part = length
             .div_ceil(threads.max(1))
-            .next_multiple_of(PinnedRegion::HUGE);
+            .next_multiple_of(UnpinnedRegion::HUGE);
         std::thread::scope(|scope| {
             for begin in (0..length).step_by(part) {
                 let (first, end) = (
@@ -369,7 +401,7 @@ impl PinnedRegion {
                     (begin + part).min(length) - begin,
                 );
                 scope.spawn(move || {
-                    for offset in (0..end).step_by(PinnedRegion::PAGE) {
+                    for offset in (0..end).step_by(UnpinnedRegion::PAGE) {
                         // SAFETY: a byte of the mapping, in a part that no other thread touches.
                         unsafe {
                             std::ptr::with_exposed_provenance_mut::<u8>(first + offset).write_volatile(0)
@@ -378,41 +410,37 @@ impl PinnedRegion {
                 });
             }
         });
-        // SAFETY: the range is mapped, and stays so until it is unregistered.
-        let locked = unsafe { sys::cuMemHostRegister_v2(bytes.as_ptr().cast(), length, 0) }.result();
-        if let Err(error) = locked {
-            tracing::debug!(%error, "memory of the process cannot be locked: the driver allocates its own");
-            // SAFETY: unused so far.
-            unsafe { libc::munmap(at.as_ptr(), whole) };
-            return None;
-        }
-        Some(PinnedRegion {
+        Some(UnpinnedRegion {
             length,
             mapped,
             bytes,
         })
     }
 
-    /// Address of the first byte.
-    pub(super) fn address(&self) -> NonNull<u8> {
-        self.bytes
-    }
-
-    /// Bytes that are pinned.
     pub(super) fn length(&self) -> usize {
         self.length
     }
+
+    /// The same memory, pinned for this thread's current context; `None` if the driver refuses.
+    pub(super) fn pinned(self) -> Option<PinnedRegion> {
+        // SAFETY: the range is mapped, and stays so until it is unregistered.
+        let pinned = unsafe { sys::cuMemHostRegister_v2(self.bytes.as_ptr().cast(), self.length, 0) };
+        match pinned.result() {
+            Ok(()) => Some(PinnedRegion(self)),
+            Err(error) => {
+                tracing::debug!(%error, "memory of the process cannot be pinned: the driver allocates its own");
+                None
+            }
+        }
+    }
 }
 
-impl Drop for PinnedRegion {
+impl Drop for UnpinnedRegion {
     fn drop(&mut self) {
-        // SAFETY: registered by `new`, and unregistered once. The driver waits for a copy in flight.
-        if let Err(error) = unsafe { sys::cuMemHostUnregister(self.bytes.as_ptr().cast()) }.result() {
-            // Memory that the card may still read stays mapped.
-            return tracing::error!(%error, "pinned memory cannot be freed");
-        }
         let (at, length) = self.mapped;
-        // SAFETY: mapped by `new`, unmapped once, and no part of it is alive.
-        unsafe { libc::munmap(at.as_ptr(), length) };
+        if length > 0 {
+            // SAFETY: mapped by `new`, unmapped once, and no part of it is alive.
+            unsafe { libc::munmap(at.as_ptr(), length) };
+        }
     }
 }

@@ -282,19 +282,28 @@ impl Workspace {
         }
     }
 
-    /// Frees the memory, and returns the index in the plan of a tensor with a number that is not finite, if any. All
-    /// lanes must be idle.
-    pub(super) fn close(self, stream: &CudaStream) -> Result<Option<usize>, DriverError> {
+    /// The index among the sources of a load of a tensor with a number that is not finite, if any; the next load begins without
+    /// one. All lanes must be idle.
+    pub(super) fn take_not_finite(&self) -> Result<Option<usize>, DriverError> {
         let mut first = [ALL_FINITE];
-        stream.synchronize()?;
-        // SAFETY: the mark is one `u32`, and no longer written.
+        // SAFETY: the mark is one `u32`, and no lane writes it now.
         unsafe { result::memcpy_dtoh_sync(&mut first, self.pointer) }?;
+        if first[0] == ALL_FINITE {
+            return Ok(None);
+        }
+        // SAFETY: as above.
+        unsafe { result::memcpy_htod_sync(self.pointer, &[ALL_FINITE]) }?;
+        Ok(Some(first[0] as usize))
+    }
+
+    /// Frees the memory. All lanes must be idle.
+    pub(super) fn close(self, stream: &CudaStream) -> Result<(), DriverError> {
         // SAFETY: allocated by `new`, and freed once; the lanes are idle.
         unsafe { pool::free(self.pointer, stream) }?;
         stream.synchronize()?;
         self.pool.trim()?;
         drop(ManuallyDrop::into_inner(self.pool));
-        Ok((first[0] != ALL_FINITE).then_some(first[0] as usize))
+        Ok(())
     }
 }
 

@@ -39,6 +39,9 @@ pub(super) const READING: &str = "read and copy";
 #[derive(Debug)]
 pub(super) struct Staging {
     lanes: Vec<Lane>,
+    /// One for each lane, and one that maps memory. They stay: the driver's first call of a thread takes a millisecond, during which
+    /// others wait.
+    threads: rayon::ThreadPool,
     chunk: usize,
     /// The computing stream: memory is allocated in its order.
     stream: Arc<CudaStream>,
@@ -52,6 +55,8 @@ struct Lane {
     stream: Arc<CudaStream>,
     slots: Vec<Slot>,
     next: usize,
+    /// Recorded when a load that is not waited for has queued its copies.
+    queued: CudaEvent,
     /// Tensors that its stream has waited for: their memory is usable.
     waited_for: usize,
     /// Timing of its thread in this load.
@@ -74,6 +79,20 @@ struct Slot {
     memory: PinnedBuffer,
     /// Recorded after the last copy out of it, and the kernels that use the copy.
     copied: CudaEvent,
+}
+
+/// What a load reads, and where to.
+#[derive(Clone, Copy)]
+pub(super) struct Reading<'a, 'm> {
+    pub(super) sources: &'a [TensorSource],
+    pub(super) files: &'a OpenFiles,
+    pub(super) memory: &'m dyn Allocates,
+}
+
+/// Memory on the card for what is quantized, and the number of lanes that it is enough for.
+pub(super) struct Temporary {
+    workspace: Option<Workspace>,
+    lanes: usize,
 }
 
 /// A tensor with its memory.
@@ -111,7 +130,7 @@ struct SlotPart<'a> {
 #[derive(Clone, Copy)]
 pub(super) struct Place {
     pub(super) pointer: sys::CUdeviceptr,
-    /// Tensors allocated up to and including this one.
+    /// Tensors allocated up to and including this one; 0 if its memory was usable before the load.
     pub(super) among: usize,
 }
 
@@ -159,7 +178,7 @@ impl Staging {
         stream: &Arc<CudaStream>,
         kernels: Kernels,
         ring: PinnedRing,
-    ) -> Result<Staging, DriverError> {
+    ) -> Result<Staging, LoadError> {
         let context = stream.context();
         let slot = |memory: PinnedBuffer| -> Result<Slot, DriverError> {
             Ok(Slot {
@@ -173,15 +192,19 @@ impl Staging {
                 stream: context.new_stream()?,
                 slots: slots.into_iter().map(slot).collect::<Result<_, _>>()?,
                 next: 0,
+                queued: context.new_event(None)?,
                 waited_for: 0,
                 spent: LaneTiming::default(),
             })
         };
+        let lanes: Result<Vec<Lane>, DriverError> = ring.lanes.into_iter().map(lane).collect();
+        let lanes = lanes.map_err(lost)?;
         Ok(Staging {
-            lanes: ring.lanes.into_iter().map(lane).collect::<Result<_, _>>()?,
+            threads: reader::start_threads(lanes.len() + 1)?,
+            lanes,
             chunk: ring.chunk,
             stream: Arc::clone(stream),
-            allocated: context.new_event(None)?,
+            allocated: context.new_event(None).map_err(lost)?,
             kernels,
         })
     }
@@ -224,46 +247,150 @@ impl Staging {
         WorkspaceSize::of(makings, lanes, slots, self.chunk)
     }
 
-    /// Allocates temporary memory if anything is quantized, for as many lanes as fit in `room`: at least one. Returns
-    /// the number of lanes that may work.
-    fn workspace(
-        &self,
-        makings: &[Option<Making>],
-        total: Bytes,
-        room: Bytes,
-    ) -> Result<(Option<Workspace>, usize), LoadError> {
+    /// Allocates temporary memory for loads of these sources if any of them is quantized, for as many lanes as fit in `room`: at
+    /// least one. It is usable when this returns.
+    ///
+    /// # Errors
+    /// [`LoadError::OutOfMemory`]; as [`Staging::min_workspace`].
+    pub(super) fn temporary(&self, sources: &[TensorSource], room: Bytes) -> Result<Temporary, LoadError> {
         let all = self.lanes.len();
+        let makings = self.makings(sources)?;
         let fits = |lanes: &usize| {
-            let size = self.workspace_size(makings, *lanes);
+            let size = self.workspace_size(&makings, *lanes);
             size.is_none_or(|size| size.bytes() <= room)
         };
         let lanes = (1..=all).rev().find(fits).unwrap_or(1);
-        let Some(size) = self.workspace_size(makings, lanes) else {
-            return Ok((None, all));
+        let Some(size) = self.workspace_size(&makings, lanes) else {
+            return Ok(Temporary {
+                workspace: None,
+                lanes: all,
+            });
         };
         if lanes < all {
             tracing::info!(lanes, all, "little memory is left to quantize in");
         }
-        Workspace::new(size, &self.stream)
-            .map(|workspace| (Some(workspace), lanes))
-            .map_err(|error| out_of_memory_or_lost(error, size.bytes() + total))
+        let total: Bytes = sources.iter().map(TensorSource::bytes_on_card).sum();
+        let workspace = Workspace::new(size, &self.stream)
+            .map_err(|error| out_of_memory_or_lost(error, size.bytes() + total))?;
+        // Lanes use it without waiting for this stream.
+        self.stream.synchronize().map_err(lost)?;
+        Ok(Temporary {
+            workspace: Some(workspace),
+            lanes,
+        })
     }
 
-    /// Allocates every source from `memory` and fills it. Each allocation is pushed to `made` as soon as it exists, even if the
-    /// load fails later. When this returns, no copy and no kernel is in flight, and temporary memory is freed (unless the card
-    /// is lost). Temporary memory is at most `room`, or that of one lane.
+    /// Frees temporary memory. No load uses it any more.
+    pub(super) fn end(&self, temporary: Temporary) -> Result<(), LoadError> {
+        match temporary.workspace {
+            Some(workspace) => workspace.close(&self.stream).map_err(lost),
+            None => Ok(()),
+        }
+    }
+
+    /// Allocates every source from `memory` and fills it, as [`Staging::load_with`] does. Temporary memory is at most `room`, or that
+    /// of one lane, and is freed when this returns (unless the card is lost).
     pub(super) fn load<'a>(
         &mut self,
-        sources: &'a [TensorSource],
-        files: &'a OpenFiles,
-        memory: &dyn Allocates,
+        reading: Reading<'a, '_>,
         made: &mut Vec<Allocation<'a>>,
         room: Bytes,
         progress: Progress<'_>,
     ) -> Result<(), LoadError> {
+        let temporary = self.temporary(reading.sources, room)?;
+        let outcome = self.load_with(&temporary, reading, made, progress);
+        match outcome {
+            Err(LoadError::Lost(_)) => outcome,
+            outcome => self.end(temporary).and(outcome),
+        }
+    }
+
+    /// Reads sources to places that are usable once these events have happened, and has `then` wait for their copies, which may be under
+    /// way when this returns. What is quantized is there by then: its temporary memory, of at most `room` or that of one lane, is freed.
+    pub(super) fn load_between(
+        &mut self,
+        after: &[&CudaEvent],
+        reading: Reading<'_, '_>,
+        room: Bytes,
+        then: &CudaStream,
+    ) -> Result<(), LoadError> {
+        for lane in &self.lanes {
+            for event in after {
+                lane.stream.wait(event).map_err(lost)?;
+            }
+        }
+        let mut made = Vec::with_capacity(reading.sources.len());
+        let mut go_on = |_| ControlFlow::Continue(());
+        if self.min_workspace(reading.sources)? > Bytes::ZERO {
+            return self.load(reading, &mut made, room, &mut go_on);
+        }
+        let temporary = Temporary {
+            workspace: None,
+            lanes: self.lanes.len(),
+        };
+        self.read(&temporary, reading, &mut made, &mut go_on)?;
+        for lane in &mut self.lanes {
+            lane.queued.record(&lane.stream).map_err(lost)?;
+            then.wait(&lane.queued).map_err(lost)?;
+        }
+        Ok(())
+    }
+
+    /// Allocates every source from `memory` and fills it. Each allocation is pushed to `made` as soon as it exists, even if the
+    /// load fails later. When this returns, no copy and no kernel is in flight (unless the card is lost). `temporary` was made for
+    /// sources of which these are some.
+    pub(super) fn load_with<'a>(
+        &mut self,
+        temporary: &Temporary,
+        reading: Reading<'a, '_>,
+        made: &mut Vec<Allocation<'a>>,
+        progress: Progress<'_>,
+    ) -> Result<(), LoadError> {
+        let outcome = self.read(temporary, reading, made, progress);
+        self.finish()?;
+        if matches!(outcome, Err(LoadError::Lost(_))) {
+            return outcome;
+        }
+        let not_finite = match &temporary.workspace {
+            Some(workspace) => workspace.take_not_finite().map_err(lost)?,
+            None => None,
+        };
+        outcome?;
+        match not_finite.and_then(|number| reading.sources.get(number)) {
+            Some(source) => Err(LoadError::NotFinite {
+                tensor: source.name.clone(),
+            }),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until no copy and no kernel of the lanes is in flight.
+    fn finish(&mut self) -> Result<(), LoadError> {
+        let mut timeline = Timeline::begin(READING);
+        for lane in &mut self.lanes {
+            lane.stream.synchronize().map_err(lost)?;
+            lane.waited_for = 0;
+        }
+        timeline.part("until all is copied");
+        Ok(())
+    }
+
+    /// Reads every source and queues its copy.
+    fn read<'a>(
+        &mut self,
+        temporary: &Temporary,
+        reading: Reading<'a, '_>,
+        made: &mut Vec<Allocation<'a>>,
+        progress: Progress<'_>,
+    ) -> Result<(), LoadError> {
+        let Reading {
+            sources,
+            files,
+            memory,
+        } = reading;
         let total = sources.iter().map(TensorSource::bytes_on_card).sum();
         let makings = self.makings(sources)?;
-        let (workspace, lanes) = self.workspace(&makings, total, room)?;
+        let workspace = temporary.workspace.as_ref();
         let placer = Placer {
             sources,
             makings,
@@ -292,10 +419,10 @@ impl Staging {
         let workers = self
             .lanes
             .iter_mut()
-            .take(lanes)
+            .take(temporary.lanes)
             .enumerate()
             .map(|(number, lane)| {
-                let lane_memory = workspace.as_ref().map(|workspace| workspace.lane_memory(number));
+                let lane_memory = workspace.map(|workspace| workspace.lane_memory(number));
                 move |piece: Result<Piece<'a>, LoadError>| {
                     piece.and_then(|piece| lane.carry(&piece, lane_memory.as_ref(), shared))
                 }
@@ -306,36 +433,18 @@ impl Staging {
             answer
         };
         let mut timeline = Timeline::begin(READING);
-        let outcome = std::thread::scope(|scope| {
-            let thread = std::thread::Builder::new().name("moored-map".to_owned());
-            thread
-                .spawn_scoped(scope, move || placer.run(&to_lanes))
-                .map_err(|error| {
-                    LoadError::Lost(format!("no thread can be started to map memory with: {error}"))
-                })?;
-            reader::run(pieces, workers, total, &mut listening)
+        let threads = &self.threads;
+        let outcome = threads.in_place_scope(|scope| {
+            scope.spawn(move |_| placer.run(&to_lanes));
+            reader::run(threads, pieces, workers, total, &mut listening)
         });
         timeline.part("until all is read");
-        for lane in &mut self.lanes {
-            lane.stream.synchronize().map_err(lost)?;
-            lane.waited_for = 0;
-        }
-        timeline.part("until all is copied");
         self.log_timing();
-        if matches!(outcome, Err(LoadError::Lost(_))) {
-            return outcome;
+        if outcome.is_err() {
+            // Whoever frees the places waits for no lane.
+            self.finish()?;
         }
-        let not_finite = match workspace {
-            Some(workspace) => workspace.close(&self.stream).map_err(lost)?,
-            None => None,
-        };
-        outcome?;
-        match not_finite.and_then(|number| sources.get(number)) {
-            Some(source) => Err(LoadError::NotFinite {
-                tensor: source.name.clone(),
-            }),
-            None => Ok(()),
-        }
+        outcome
     }
 }
 

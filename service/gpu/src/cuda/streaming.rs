@@ -1,8 +1,7 @@
 //! Copies streamed blocks into the ring of a component while the card computes, on a stream of their own.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::c_void;
-use std::os::unix::fs::FileExt as _;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::cuda_backend::CudaStorageSlice;
@@ -10,12 +9,12 @@ use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
 use residency::Bytes;
 
-use super::host_blocks::{DiskRun, HostRun, unreadable};
-use super::pool::PinnedRegion;
-use super::staging::lost;
+use super::host_blocks::{HostBlocks, HostRun};
+use super::placer::Places;
+use super::staging::{Reading, Staging, lost};
 use crate::blocks::{BlockPlace, StreamedBlock};
-use crate::load::LoadError;
-use crate::reader;
+use crate::load::{LoadError, TensorSource};
+use crate::reader::{self, OpenFiles};
 use crate::schedule::Schedule;
 use crate::tensors::{Owner, Streams};
 
@@ -26,26 +25,88 @@ pub(super) struct RunTo {
     pub(super) to: sys::CUdeviceptr,
 }
 
-/// The copies of one block.
+/// A tensor that is read from its files, and its place on the card.
+#[derive(Clone, Debug)]
+pub(super) struct ReadTo {
+    /// Index of the tensor in its component.
+    pub(super) tensor: usize,
+    pub(super) source: TensorSource,
+    pub(super) to: sys::CUdeviceptr,
+}
+
+/// How the tensors of one block reach the card.
 #[derive(Debug, Default)]
 pub(super) struct Runs {
+    /// Runs of pinned memory.
     pub(super) on_host: Vec<RunTo>,
-    /// Runs of files, with their places on the card.
-    pub(super) on_disk: Vec<(DiskRun, sys::CUdeviceptr)>,
+    /// Tensors that are held nowhere.
+    pub(super) read: Vec<ReadTo>,
+    /// Tensors that are to be held. They are read when a stage first comes to them, so that a first pass waits for no registration, and
+    /// held when it comes again.
+    pub(super) promised: Vec<ReadTo>,
+    has_come: bool,
 }
 
 impl Runs {
-    fn disk_bytes(&self) -> u64 {
-        self.on_disk.iter().map(|(run, _)| run.length).sum()
+    /// A stage comes to the block: what it came to before is held from now on.
+    fn come(&mut self, host: &Mutex<HostBlocks>) {
+        if !std::mem::replace(&mut self.has_come, true) || self.promised.is_empty() {
+            return;
+        }
+        let promised = std::mem::take(&mut self.promised);
+        let mut host = host.lock().unwrap_or_else(PoisonError::into_inner);
+        if !host.hold_promised(promised.iter().map(|tensor| &tensor.source)) {
+            tracing::info!(
+                "pages of files cannot be registered with the driver: blocks are read from their files"
+            );
+            self.read.extend(promised);
+            return;
+        }
+        for ReadTo { tensor, source, to } in promised {
+            let mut to = to;
+            for run in host.runs(tensor, &source) {
+                self.on_host.push(RunTo { run, to });
+                to += run.length as u64;
+            }
+        }
+    }
+
+    /// What is read now.
+    fn to_read(&self) -> Vec<&ReadTo> {
+        self.read.iter().chain(&self.promised).collect()
     }
 }
 
-/// Pinned memory that runs of files go through, for one block at a time.
-#[derive(Debug)]
-struct Through {
-    region: PinnedRegion,
-    /// Recorded when its bytes have been copied.
-    copied: CudaEvent,
+/// Reads tensors from the files of a component while a stage runs. The files stay open, so that one that is replaced by another keeps
+/// what was opened.
+pub(super) struct FileSource {
+    pub(super) staging: Arc<Mutex<Staging>>,
+    pub(super) files: Arc<OpenFiles>,
+}
+
+impl std::fmt::Debug for FileSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FileSource").finish_non_exhaustive()
+    }
+}
+
+/// Bytes of the card in which tensors are made while a stage runs: for some reading threads, out of the card's headroom.
+const ROOM_TO_MAKE: Bytes = Bytes::mib(64);
+
+impl FileSource {
+    /// Reads tensors to their places, which are usable once these events have happened, and has `then` wait for them.
+    fn read(&self, tensors: &[&ReadTo], after: &[&CudaEvent], then: &CudaStream) -> Result<(), LoadError> {
+        let sources: Vec<TensorSource> = tensors.iter().map(|tensor| tensor.source.clone()).collect();
+        let places = sources.iter().map(|source| source.name.as_str());
+        let places = Places(places.zip(tensors.iter().map(|tensor| tensor.to)).collect());
+        let reading = Reading {
+            sources: &sources,
+            files: &self.files,
+            memory: &places,
+        };
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        staging.load_between(after, reading, ROOM_TO_MAKE, then)
+    }
 }
 
 /// The stream of the blocks of one component.
@@ -55,6 +116,8 @@ pub(super) struct CudaWeightStream {
     index: HashMap<BlockPlace, usize>,
     compute: Arc<CudaStream>,
     copies: Arc<CudaStream>,
+    files: FileSource,
+    host: Arc<Mutex<HostBlocks>>,
     state: Mutex<StreamState>,
 }
 
@@ -62,8 +125,8 @@ pub(super) struct CudaWeightStream {
 struct StreamState {
     schedule: Schedule,
     blocks: Vec<BlockCopy>,
-    /// Two, used by turns, if blocks are read from files: one is read into while the other is copied.
-    through: Vec<Through>,
+    /// Blocks that have a place of their own and are not there yet.
+    unread: BTreeMap<BlockPlace, Vec<ReadTo>>,
 }
 
 #[derive(Debug)]
@@ -76,27 +139,17 @@ struct BlockCopy {
 }
 
 impl CudaWeightStream {
-    /// The stream of these blocks, in the order of their use; `runs` has the copies of each.
+    /// The stream of these blocks, in the order of their use; `runs` has the copies of each. `unread` are blocks that have places of their
+    /// own, and are read when a stage first comes to them.
     pub(super) fn new(
         blocks: &[StreamedBlock],
         runs: Vec<Runs>,
+        unread: BTreeMap<BlockPlace, Vec<ReadTo>>,
+        (files, host): (FileSource, Arc<Mutex<HostBlocks>>),
         (compute, copies): (&Arc<CudaStream>, &Arc<CudaStream>),
     ) -> Result<CudaWeightStream, LoadError> {
         let context = compute.context();
         let event = || context.new_event(None).map_err(lost);
-        let largest = runs.iter().map(Runs::disk_bytes).max().unwrap_or(0);
-        let through = |_| -> Result<Through, LoadError> {
-            let no_memory = LoadError::HostMemory {
-                needed: Bytes(largest),
-                available: Bytes::ZERO,
-            };
-            Ok(Through {
-                region: PinnedRegion::new(largest as usize, reader::threads()).ok_or(no_memory)?,
-                copied: event()?,
-            })
-        };
-        let slots = if largest > 0 { 0..2 } else { 0..0 };
-        let through = slots.map(through).collect::<Result<_, _>>()?;
         let copy = |runs: Runs| -> Result<BlockCopy, LoadError> {
             Ok(BlockCopy {
                 runs,
@@ -108,97 +161,84 @@ impl CudaWeightStream {
             index: blocks.iter().map(|block| block.place).zip(0..).collect(),
             compute: Arc::clone(compute),
             copies: Arc::clone(copies),
+            files,
+            host,
             state: Mutex::new(StreamState {
                 schedule: Schedule::of(blocks),
                 blocks: runs.into_iter().map(copy).collect::<Result<_, _>>()?,
-                through,
+                unread,
             }),
         })
     }
 
+    /// Whether there are blocks that no stage has come to, and that are not there yet.
+    pub(super) fn has_unread(&self) -> bool {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        !state.unread.is_empty()
+    }
+
+    /// Reads the blocks that no stage has come to.
+    pub(super) fn read_the_rest(&self) -> Result<(), LoadError> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let places: Vec<BlockPlace> = state.unread.keys().copied().collect();
+        places
+            .into_iter()
+            .try_for_each(|place| self.read_first(place, &mut state))
+    }
+
+    /// Reads a block that is not there yet.
+    fn read_first(&self, place: BlockPlace, state: &mut StreamState) -> Result<(), LoadError> {
+        let Some(tensors) = state.unread.get(&place) else {
+            return Ok(());
+        };
+        let tensors: Vec<&ReadTo> = tensors.iter().collect();
+        self.files.read(&tensors, &[], &self.compute)?;
+        state.unread.remove(&place);
+        match state.unread.is_empty() {
+            true => reader::check_unchanged(&self.files.files),
+            false => Ok(()),
+        }
+    }
+
     fn turn(&self, place: BlockPlace) -> Result<(), LoadError> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let StreamState {
-            schedule,
-            blocks,
-            through,
-        } = &mut *state;
-        let turn = schedule.enter(self.index.get(&place).copied());
+        let index = self.index.get(&place).copied();
+        let turn = state.schedule.enter(index);
+        for copy in &turn.copies {
+            if let Some(block) = state.blocks.get_mut(copy.block) {
+                block.runs.come(&self.host);
+            }
+        }
+        let blocks = &state.blocks;
         if let Some(left) = turn.left.and_then(|left| blocks.get(left)) {
             left.used.record(&self.compute).map_err(lost)?;
         }
         for copy in turn.copies {
-            for before in copy.after.into_iter().filter_map(|before| blocks.get(before)) {
-                self.copies.wait(&before.used).map_err(lost)?;
-            }
             let Some(block) = blocks.get(copy.block) else {
                 continue;
             };
+            let before = || copy.after.iter().filter_map(|before| blocks.get(*before));
+            for before in before() {
+                self.copies.wait(&before.used).map_err(lost)?;
+            }
             for RunTo { run, to } in &block.runs.on_host {
                 // SAFETY: the run is pinned memory of the component, and its place in the ring has as many bytes; both outlive the
                 // copy, since whoever frees them waits for this stream. The work that used these bytes before is over by then.
                 unsafe { self.queue(run.from, run.length, *to) }.map_err(lost)?;
             }
-            if !block.runs.on_disk.is_empty() {
-                through.reverse();
-                if let Some(through) = through.first() {
-                    self.copy_from_files(&block.runs.on_disk, through)?;
-                }
+            let read = block.runs.to_read();
+            if !read.is_empty() {
+                let after: Vec<&CudaEvent> = before()
+                    .flat_map(|before| [&before.arrived, &before.used])
+                    .collect();
+                self.files.read(&read, &after, &self.copies)?;
             }
             block.arrived.record(&self.copies).map_err(lost)?;
         }
-        match turn.entered.and_then(|entered| blocks.get(entered)) {
-            Some(entered) => self.compute.wait(&entered.arrived).map_err(lost),
-            None => Ok(()),
+        if let Some(entered) = turn.entered.and_then(|entered| blocks.get(entered)) {
+            self.compute.wait(&entered.arrived).map_err(lost)?;
         }
-    }
-
-    /// Reads runs of files, and queues their copies.
-    fn copy_from_files(
-        &self,
-        runs: &[(DiskRun, sys::CUdeviceptr)],
-        through: &Through,
-    ) -> Result<(), LoadError> {
-        through.copied.synchronize().map_err(lost)?;
-        let mut at = 0;
-        let mut placed = Vec::with_capacity(runs.len());
-        for (run, to) in runs {
-            placed.push((run, at, *to));
-            at += run.length as usize;
-        }
-        let threads = reader::threads().min(placed.len()).max(1);
-        let address = Address(through.region.address().as_ptr());
-        std::thread::scope(|scope| -> Result<(), LoadError> {
-            let readers: Vec<_> = placed
-                .chunks(placed.len().div_ceil(threads))
-                .map(|runs| {
-                    scope.spawn(move || {
-                        for (run, at, _) in runs {
-                            let address = address;
-                            // SAFETY: each run has bytes of its own in the pinned memory, which is as long as all of them and is not
-                            // read by the card: the copies before have been waited for.
-                            let into = unsafe {
-                                std::slice::from_raw_parts_mut(address.0.add(*at), run.length as usize)
-                            };
-                            let read = run.file.read_exact_at(into, run.offset);
-                            read.map_err(|error| unreadable(&run.path, error))?;
-                        }
-                        Ok::<(), LoadError>(())
-                    })
-                })
-                .collect();
-            for reader in readers {
-                let gone = || LoadError::Lost("a thread that reads a file has ended".to_owned());
-                reader.join().map_err(|_| gone())??;
-            }
-            Ok(())
-        })?;
-        for (run, at, to) in placed {
-            // SAFETY: pinned memory of this stream, and a place in the ring of as many bytes; both outlive the copy, since the stream of
-            // copies is waited for before either is freed.
-            unsafe { self.queue(address.0.add(at).cast(), run.length as usize, to) }.map_err(lost)?;
-        }
-        through.copied.record(&self.copies).map_err(lost)
+        self.read_first(place, &mut state)
     }
 
     /// Queues a copy to the card.
@@ -215,13 +255,6 @@ impl CudaWeightStream {
         unsafe { sys::cuMemcpyHtoDAsync_v2(to, from, length, self.copies.cu_stream()) }.result()
     }
 }
-
-/// The address of pinned memory, for threads that each write bytes of their own.
-#[derive(Clone, Copy)]
-struct Address(*mut u8);
-
-// SAFETY: memory of the process and not of a thread; who writes where is for the user of the address.
-unsafe impl Send for Address {}
 
 impl Streams for CudaWeightStream {
     fn enter(&self, place: BlockPlace) -> Result<(), LoadError> {

@@ -24,6 +24,8 @@ pub struct SimulatedSettings {
     pub disk: Bytes,
     /// `compute`: floating-point operations per second; 0 for instant.
     pub flops: u64,
+    /// `capability`: the compute capability that the card says it has; none otherwise.
+    pub capability: Option<(u32, u32)>,
     /// `context`: bytes of the process's context on the card.
     pub context: Bytes,
     /// `workspaces`: bytes of library workspaces.
@@ -83,7 +85,7 @@ pub enum SettingsError {
     },
     /// An unknown option.
     #[error(
-        "a simulated card has no option {given:?}; there are speed=, disk=, compute=, lag=, release=, largest=, foreign=, context=, workspaces=, \
+        "a simulated card has no option {given:?}; there are speed=, disk=, compute=, capability=, lag=, release=, largest=, foreign=, context=, workspaces=, \
          slack=keep, remaps=no, fail-load=, die-at=, hang-at=, lose-at=, poison-at=, leak-at=, die-generations=, world=, \
          index="
     )]
@@ -110,6 +112,7 @@ impl SimulatedSettings {
             link: Bytes::ZERO,
             disk: Bytes::ZERO,
             flops: 0,
+            capability: None,
             context: Bytes::ZERO,
             workspaces: Bytes::ZERO,
             keeps_slack: false,
@@ -162,6 +165,12 @@ impl SimulatedSettings {
             }
             "release" => {
                 self.release_ms = milliseconds(value).ok_or_else(|| wrong("a time such as 200ms or 2s"))?;
+            }
+            "capability" => {
+                let numbers = value.split_once('.');
+                let parsed =
+                    numbers.and_then(|(major, minor)| Some((major.parse().ok()?, minor.parse().ok()?)));
+                self.capability = Some(parsed.ok_or_else(|| wrong("two numbers, as in 8.9"))?);
             }
             "largest" => self.largest = Some(size(value)?),
             "slack" if value == "keep" => self.keeps_slack = true,

@@ -274,12 +274,33 @@ fn a_step_computes_what_was_counted_by_hand() {
         for one in opened.iter().filter(|one| one.name == name) {
             let stages = one.open.model.plan(&one.default_request()).unwrap();
             let sampling = stages.iter().find(|stage| stage.role == Role::Sample).unwrap();
-            let found = sampling.passes.flops as f64 / 1e12;
+            let found = sampling.passes.flops.all as f64 / 1e12;
             let preset = one.preset.as_str();
             assert!(
                 (found / tflop - 1.0).abs() < 0.05,
                 "{name} in {preset}: {found} of {tflop}"
             );
+        }
+    }
+}
+
+/// A film that begins with no picture is shown in published colours while it is sampled.
+#[test]
+fn films_from_text_have_previews() {
+    let library = Library::new(pipelines::families(), None);
+    for name in ["hunyuan-video", "wan2.1-t2v-1.3b", "wan2.2-t2v-a14b"] {
+        let root = TempDir::new().unwrap();
+        write_model(name, root.path());
+        let formats = Quantization::preset(Preset::ALL[0]);
+        let entry = Entry::new(String::new(), String::new(), root.path().to_owned(), formats);
+        let model = library.open(&entry, &card(false)).unwrap().model;
+        let request = Request {
+            preview: true,
+            ..model.defaults()
+        };
+        for stage in model.plan(&request).unwrap() {
+            let is_sampling = stage.role == Role::Sample;
+            assert_eq!(stage.preview.is_some(), is_sampling, "{name}, {}", stage.name);
         }
     }
 }

@@ -9,6 +9,8 @@ use super::{Image, InitImage, Medium};
 pub enum PictureSlot {
     /// The picture to start from.
     Start,
+    /// The picture that a film ends with.
+    End,
     Mask,
     /// One of the references, by its index.
     Reference(usize),
@@ -41,7 +43,7 @@ impl Picture<'_> {
     pub fn whole_bytes(&self) -> u64 {
         let channels = match self.slot {
             PictureSlot::Mask => 1,
-            PictureSlot::Start | PictureSlot::Reference(_) | PictureSlot::Control(_) => 3,
+            PictureSlot::Start | PictureSlot::End | PictureSlot::Reference(_) | PictureSlot::Control(_) => 3,
         };
         channels * u64::from(self.size.0) * u64::from(self.size.1)
     }
@@ -71,8 +73,12 @@ impl Medium {
         let image = match self {
             Medium::Image(image) => image,
             Medium::Video(video) => {
-                let start = video.init_image.iter();
-                return start.map(|image| rgb(PictureSlot::Start, image)).collect();
+                let start = video
+                    .init_image
+                    .iter()
+                    .map(|image| rgb(PictureSlot::Start, image));
+                let end = video.end_image.iter().map(|image| rgb(PictureSlot::End, image));
+                return start.chain(end).collect();
             }
             Medium::Audio(_) => return Vec::new(),
         };
@@ -104,7 +110,10 @@ impl Medium {
             Medium::Image(image) => image,
             Medium::Video(video) => {
                 let start = video.init_image.iter_mut();
-                return start.map(|image| rgb_mut(PictureSlot::Start, image)).collect();
+                let start = start.map(|image| rgb_mut(PictureSlot::Start, image));
+                let end = video.end_image.iter_mut();
+                let end = end.map(|image| rgb_mut(PictureSlot::End, image));
+                return start.chain(end).collect();
             }
             Medium::Audio(_) => return Vec::new(),
         };
@@ -141,7 +150,7 @@ impl Medium {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::request::{ControlUse, Mask, Request};
+    use crate::request::{ControlUse, Mask, Request, Video};
     use crate::smaller::smaller_sides;
 
     fn picture(side: u32) -> InitImage {
@@ -198,6 +207,24 @@ mod tests {
         assert_eq!(slots, expected);
         let bare = request.without_media_data();
         assert_eq!((bare.input_bytes(), bare.lacks_media_data()), (0, true));
+    }
+
+    #[test]
+    fn the_pictures_of_a_film_are_its_first_and_its_last() {
+        let film = Video {
+            init_image: Some(picture(64)),
+            end_image: Some(picture(32)),
+            ..Video::default()
+        };
+        let mut request = Request::of(Medium::Video(film), 1, 0.0, 1);
+        let expected = [PictureSlot::Start, PictureSlot::End];
+        let pictures = request.medium.pictures();
+        assert!(pictures.iter().map(|picture| picture.slot).eq(expected));
+        let whole: u64 = pictures.iter().map(Picture::whole_bytes).sum();
+        assert_eq!(whole, request.input_bytes());
+        let to_change = request.medium.pictures_mut();
+        assert!(to_change.iter().map(|picture| picture.slot).eq(expected));
+        assert!(request.without_media_data().lacks_media_data());
     }
 
     #[test]

@@ -16,7 +16,7 @@ use crate::place::Rows;
 use crate::{Activation, Epilogue, LayerTo, LinearLayer, LowRank, Scratch};
 
 /// The first compute capability with native fp8 products.
-const SINCE: (i32, i32) = (8, 9);
+const SINCE: (i32, i32) = (gpu::FP8_PRODUCTS_SINCE.0 as i32, gpu::FP8_PRODUCTS_SINCE.1 as i32);
 
 /// The compute capability on which cuBLASLt applies per-row scales of both operands within the product.
 const BY_ROWS: (i32, i32) = (9, 0);

@@ -13,9 +13,9 @@
 //! strip. So the size of the strips changes the memory that is needed, and nothing else.
 //!
 //! To add an autoencoder of this kind, add a folder with its configuration, its table, its ladder of rungs, and its encoder and
-//! decoder; if its kernels are padded in another way, also a variant of `Kernels`. An autoencoder whose convolutions remember
-//! the last frames of the section before reads these frames where strips are read (`strips.rs`). Sound ([`oobleck`]) is a table
-//! too, of layers over sequences in place of maps, and has windows in place of strips.
+//! decoder; if its kernels are padded in another way, also a variant of `Kernels`. Sound ([`oobleck`]) is a table
+//! too, of layers over sequences in place of maps, and has windows in place of strips. Films whose norms are of single positions
+//! ([`wan`]) stream: their layers remember the frames and the rows before, and no map is whole.
 
 mod attention;
 mod convolution;

@@ -20,6 +20,7 @@ pub(crate) fn role(name: &str) -> QuantizeRole {
 mod tests {
     use super::super::hunyuan::HunyuanVaeConfig;
     use super::super::kl::VaeConfig;
+    use super::super::wan::WanVaeConfig;
     use super::*;
 
     #[test]
@@ -49,6 +50,36 @@ mod tests {
             assert!(quantized.contains(&"decoder.mid_block.attentions.0.to_out.0.weight"));
             let upsampler = format!("decoder.up_blocks.0.upsamplers.0.conv{conv}.weight");
             assert!(quantized.contains(&upsampler.as_str()));
+        }
+    }
+
+    #[test]
+    fn layers_of_wan_that_resize_may_be_quantized_and_norms_may_not() {
+        for (name, expected) in [
+            ("encoder.conv_in.weight", QuantizeRole::AsStored),
+            ("decoder.conv_out.weight", QuantizeRole::AsStored),
+            ("decoder.norm_out.gamma", QuantizeRole::Full),
+            ("decoder.mid_block.attentions.0.norm.gamma", QuantizeRole::Full),
+            (
+                "decoder.up_blocks.0.upsampler.resample.1.bias",
+                QuantizeRole::Full,
+            ),
+            (
+                "decoder.up_blocks.0.upsampler.resample.1.weight",
+                QuantizeRole::Quantized,
+            ),
+            (
+                "decoder.up_blocks.0.upsampler.time_conv.weight",
+                QuantizeRole::Quantized,
+            ),
+        ] {
+            assert!(
+                WanVaeConfig::wan_2_2()
+                    .tensor_shapes()
+                    .iter()
+                    .any(|(known, _)| known == name)
+            );
+            assert_eq!(role(name), expected, "{name}");
         }
     }
 }

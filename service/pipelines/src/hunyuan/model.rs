@@ -10,7 +10,7 @@ use super::checkpoint::{MARKS, PARTS, PIPELINES, folders_of};
 use super::config::TransformerConfig;
 use super::layout::{NAMES, layout};
 use super::places::TRANSFORMERS;
-use super::plan::{DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
+use super::plan::{DENOISE, ENCODE_END, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
 use super::sections::{Order, Sections};
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::hunyuan::{Chunking, HunyuanVaeConfig};
@@ -20,7 +20,7 @@ use crate::sampling::Prompts;
 use crate::stage::Stage;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
-use crate::text::tokenizers::{ClipTokenizer, LlamaTokenizer};
+use crate::text::tokenizers::{ClipTokenizer, LlamaTokenizer, TemplatedIds};
 use crate::vision::processor::ImageProcessor;
 use crate::vision::siglip::SiglipConfig;
 use crate::{
@@ -112,11 +112,15 @@ pub struct HunyuanModel {
     pub(super) adapters: AdapterSet,
 }
 
-/// The optional fields of a request that the model reads.
+/// The optional fields of a request that every model of the family reads.
+const READS: Reads = Reads::of(&[Field::Adapters, Field::NegativePrompt, Field::TrueGuidance]);
+
+/// The optional fields of a request that the model reads. An end picture has no part in films that are sampled from their start.
 pub(super) fn reads(framepack: Option<Order>) -> Reads {
     match framepack {
-        Some(_) => Reads::of(&[Field::Adapters, Field::InitImage]),
-        None => Reads::of(&[Field::Adapters]),
+        Some(Order::Backward) => READS.and(&[Field::InitImage, Field::EndImage]),
+        Some(Order::Forward) => READS.and(&[Field::InitImage]),
+        None => READS,
     }
 }
 
@@ -142,6 +146,10 @@ pub(super) fn problems(framepack: Option<Order>, request: &Request) -> Vec<Reque
             "is missing: FramePack makes a film from a picture, which is its first frame".to_owned(),
         ),
         (_, None) => {}
+    }
+    if let Some(image) = &video.end_image {
+        let size = (video.width, video.height);
+        problems.extend(model::bounds::picture_problem("end_image", image, size));
     }
     problems
 }
@@ -188,7 +196,11 @@ impl HunyuanModel {
 
     /// The sections of a film; `None` where it is made in one piece.
     pub(super) fn sections(&self, video: &Video) -> Option<Sections> {
-        Sections::of_film(self.order()?, WINDOW, video.frames as usize)
+        let sections = Sections::of_film(self.order()?, WINDOW, video.frames as usize)?;
+        Some(Sections {
+            has_end: video.end_image.is_some(),
+            ..sections
+        })
     }
 
     /// Height and width of a film's latents.
@@ -293,23 +305,27 @@ impl Model for HunyuanModel {
         }
         match stage {
             ENCODE_TEXT => {
-                let Ok(prompt) = self.prompt_ids(request) else {
+                let Ok(prompts) = self.prompt_ids(request) else {
                     return Vec::new();
                 };
-                vec![
-                    self.llama.planned(prompt.ids.len(), dtype),
-                    self.clip.planned(self.clip_tokenizer.length(), dtype),
-                ]
+                let of_llama = prompts
+                    .iter()
+                    .map(|prompt| self.llama.planned(prompt.ids.len(), dtype));
+                let of_clip = self.clip.planned(self.clip_tokenizer.length(), dtype);
+                of_llama.chain([of_clip]).collect()
             }
-            ENCODE_IMAGE => self.vae.planned_to_encode(sides, 1, Chunking::Whole, dtype),
+            ENCODE_IMAGE | ENCODE_END => self.vae.planned_to_encode(sides, 1, Chunking::Whole, dtype),
             ENCODE_VISION => Vec::new(),
             DENOISE => {
-                let Ok(prompt) = self.prompt_ids(request) else {
+                let Ok(prompts) = self.prompt_ids(request) else {
                     return Vec::new();
                 };
-                let tokens = self.tokens(prompt.used(), video);
                 let blocks = self.transformer.blocks();
-                blocks.planned(tokens.all(), tokens.sampled, dtype)
+                let of_prompt = |prompt: &TemplatedIds| {
+                    let tokens = self.tokens(prompt.used(), video);
+                    blocks.planned(tokens.all(), tokens.sampled, dtype)
+                };
+                prompts.iter().flat_map(of_prompt).collect()
             }
             _ => self
                 .vae

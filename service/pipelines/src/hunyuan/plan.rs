@@ -7,10 +7,10 @@ use residency::Bytes;
 
 use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, black};
 use super::sections::{LatentFrame, Sections};
-use super::transformer::{TokenCounts, denoise_scratch};
+use super::transformer::{TokenCounts, denoise_scratch, negative_scratch};
 use crate::autoencoders::hunyuan::{decode_ladder, encode_ladder};
 use crate::mmdit::{flops_of_pass, is_modulator};
-use crate::sampling::{Denoiser, passes_in_step};
+use crate::sampling::{Denoiser, Prompts, passes_in_step};
 use crate::text::tokenizers::{TemplatedIds, TokenizeError};
 use crate::{Medium, PreviewNeed, Request, Role, Rung, Section, StagePlan, ValueShape, Video};
 
@@ -18,6 +18,7 @@ use crate::{Medium, PreviewNeed, Request, Role, Rung, Section, StagePlan, ValueS
 pub(super) const ENCODE_TEXT: &str = "encode_text";
 pub(super) const ENCODE_VISION: &str = "encode_vision";
 pub(super) const ENCODE_IMAGE: &str = "encode_image";
+pub(super) const ENCODE_END: &str = "encode_end";
 pub(super) const DENOISE: &str = "denoise";
 pub(super) const DECODE: &str = "decode";
 
@@ -29,6 +30,8 @@ pub(super) const POOLED: &str = "pooled";
 pub(super) const VISION_STATES: &str = "vision";
 /// Name of the start picture's latent, in the transformer's scale: f32 `[1, channels, 1, height / 8, width / 8]`.
 pub(super) const START: &str = "start";
+/// Name of the latent of the picture that the film ends with, as [`START`].
+pub(super) const END: &str = "end";
 /// Name of a film's latent: f32 `[1, channels, frames, height / 8, width / 8]`.
 pub(super) const LATENT: &str = "latent";
 /// Name of the overlapping frames that the decode of a section passes to the next: `[frames, height, width, 3]` in the dtype of
@@ -38,19 +41,26 @@ pub(super) const LEFT: &str = "left";
 /// Counts of prompt tokens are rounded up to multiples of this, so that prompts of similar length share learned peaks.
 const TOKENS_AT_A_TIME: usize = 32;
 
+/// The names of a request's encodings: LLaMA's states, and CLIP's pooled output.
+pub(super) fn encodings(request: &Request) -> Prompts<(&'static str, &'static str)> {
+    Prompts::of(request, (TEXT, POOLED), ("negative_text", "negative_pooled"))
+}
+
 /// Name of a section's latent, by its number in order of sampling, from 0.
 pub(super) fn latent_of_section(section: usize) -> String {
     format!("{LATENT}_{}", section + 1)
 }
 
 impl HunyuanModel {
-    /// The token ids of a request's prompt, in the template.
-    pub(super) fn prompt_ids(&self, request: &Request) -> Result<TemplatedIds, TokenizeError> {
+    /// The token ids of a request's texts, in the template.
+    pub(super) fn prompt_ids(&self, request: &Request) -> Result<Prompts<TemplatedIds>, TokenizeError> {
         let most = request.max_sequence_length as usize;
-        let prompt = self.llama_tokenizer.encode_video_prompt(&request.prompt, most)?;
-        self.llama_tokenizer
-            .check_known(&prompt.ids, LLAMA, self.llama.vocab_size)?;
-        Ok(prompt)
+        Prompts::texts(request).try_map(|(_, text)| {
+            let prompt = self.llama_tokenizer.encode_video_prompt(text, most)?;
+            self.llama_tokenizer
+                .check_known(&prompt.ids, LLAMA, self.llama.vocab_size)?;
+            Ok(prompt)
+        })
     }
 
     /// Counts of tokens of a sampling with `text` tokens of text.
@@ -122,6 +132,7 @@ impl HunyuanModel {
             frames,
             // Decoding does not read the picture.
             init_image: self.order().map(|_| black(width, height)),
+            end_image: None,
             init_video: None,
             ..defaults.clone()
         };
@@ -134,15 +145,21 @@ impl HunyuanModel {
 
     /// The stages of a valid request.
     pub(super) fn stages(&self, request: &Request, video: &Video) -> Result<Vec<StagePlan>, TokenizeError> {
-        let prompt = self.prompt_ids(request)?;
-        let tokens = &self.tokens(prompt.used(), video);
-        let mut stages = vec![self.encode_text_stage(request, &prompt)?];
+        let prompts = self.prompt_ids(request)?;
+        let tokens = &prompts.map(|prompt| self.tokens(prompt.used(), video));
+        let mut stages = vec![self.encode_text_stage(request, &prompts)?];
         let Some(sections) = self.sections(video) else {
             stages.push(self.denoise_stage(request, video, tokens, None));
             stages.push(self.decode_stage(video, None));
             return Ok(stages);
         };
-        stages.extend([self.encode_vision_stage(video), self.encode_image_stage(video)]);
+        stages.extend([
+            self.encode_vision_stage(video),
+            self.encode_image_stage(video, ENCODE_IMAGE, START),
+        ]);
+        if sections.sees_end(0) {
+            stages.push(self.encode_image_stage(video, ENCODE_END, END));
+        }
         for section in 0..sections.count {
             stages.push(self.denoise_stage(request, video, tokens, Some((sections, section))));
             stages.push(self.decode_stage(video, Some((sections, section))));
@@ -153,22 +170,29 @@ impl HunyuanModel {
     fn encode_text_stage(
         &self,
         request: &Request,
-        prompt: &TemplatedIds,
+        prompts: &Prompts<TemplatedIds>,
     ) -> Result<StagePlan, TokenizeError> {
-        let clip = self.clip_tokenizer.encode(&request.prompt)?;
-        self.clip_tokenizer
-            .check_known(&clip, CLIP, self.clip.vocab_size)?;
+        for (_, text) in Prompts::texts(request).iter() {
+            let clip = self.clip_tokenizer.encode(text)?;
+            self.clip_tokenizer
+                .check_known(&clip, CLIP, self.clip.vocab_size)?;
+        }
         let dtype = self.parts.dtype();
-        let tokens = prompt.ids.len().next_multiple_of(TOKENS_AT_A_TIME);
+        let rounded = |prompt: &TemplatedIds| prompt.ids.len().next_multiple_of(TOKENS_AT_A_TIME);
+        let tokens = prompts.iter().map(rounded).max().unwrap_or_default();
+        let of_all: usize = prompts.iter().map(rounded).sum();
         let pooled = self.clip_tokenizer.length();
         let scratch = (self.llama.scratch(tokens, dtype)
             + self.parts.components.dequantizing(LLAMA, tokens, |_| true))
         .max(self.clip.scratch(pooled, dtype) + self.parts.components.dequantizing(CLIP, pooled, |_| true));
         Ok(StagePlan {
             shape: format!("t{tokens}{}", self.parts.components.as_multiplied(LLAMA)),
-            gives: names(&[POOLED, TEXT]),
+            gives: encodings(request)
+                .iter()
+                .flat_map(|&(text, pooled)| names(&[pooled, text]))
+                .collect(),
             memo: Some(Memo::of(request.of_prompt(Medium::Video(Video::default())))),
-            passes: Passes::of(self.parts.components.flops_of_products(LLAMA, |_| tokens)),
+            passes: Passes::of(self.parts.components.flops_of_products(LLAMA, |_| of_all)),
             ..StagePlan::of(
                 ENCODE_TEXT,
                 Role::Encode,
@@ -193,15 +217,15 @@ impl HunyuanModel {
         }
     }
 
-    fn encode_image_stage(&self, video: &Video) -> StagePlan {
+    fn encode_image_stage(&self, video: &Video, name: &str, gives: &str) -> StagePlan {
         let ladder = encode_ladder(&self.vae, self.sides(video), 1, self.parts.dtype());
         let rungs = rungs_of(ladder, self.dequantizing_of_vae());
         StagePlan {
             shape: format!("{}x{}", video.width, video.height),
-            gives: names(&[START]),
+            gives: names(&[gives]),
             per_item: true,
             reads_media: true,
-            ..StagePlan::of(ENCODE_IMAGE, Role::Encode, [VAE], rungs)
+            ..StagePlan::of(name, Role::Encode, [VAE], rungs)
         }
     }
 
@@ -209,7 +233,7 @@ impl HunyuanModel {
         &self,
         request: &Request,
         video: &Video,
-        tokens: &TokenCounts,
+        of_prompts: &Prompts<TokenCounts>,
         section: Option<(Sections, usize)>,
     ) -> StagePlan {
         let dtype = self.parts.dtype();
@@ -220,17 +244,31 @@ impl HunyuanModel {
             width: self.transformer.width(),
             is_modulator,
         };
-        let buffers = denoise_scratch(&self.transformer, tokens, request.steps, dtype);
+        let tokens = &longest(of_prompts);
+        let mut buffers = denoise_scratch(&self.transformer, tokens, request.steps, dtype);
+        let mut texts = format!("t{}", of_prompts.prompt.text.next_multiple_of(TOKENS_AT_A_TIME));
+        if let Some(negative) = &of_prompts.negative {
+            buffers += negative_scratch(&self.transformer, negative, request.steps, dtype);
+            texts.push_str(&format!(" n{}", negative.text.next_multiple_of(TOKENS_AT_A_TIME)));
+        }
         let scratch = denoiser.scratch(buffers, tokens.all(), request.steps, request);
-        let text = ValueShape::new(TEXT, vec![1, tokens.text, self.transformer.text_embed_dim]);
-        let pooled = ValueShape::new(POOLED, vec![1, self.transformer.pooled_projection_dim]);
-        let mut takes = vec![text, pooled];
+        let named = encodings(request);
+        let encoded = named.iter().zip(of_prompts.iter());
+        let mut takes: Vec<ValueShape> = encoded
+            .flat_map(|(&(text, pooled), tokens)| {
+                let states = vec![1, tokens.text, self.transformer.text_embed_dim];
+                let of_clip = vec![1, self.transformer.pooled_projection_dim];
+                [ValueShape::new(text, states), ValueShape::new(pooled, of_clip)]
+            })
+            .collect();
         let gives = match section {
             None => LATENT.to_owned(),
             Some((sections, section)) => {
                 let vision = vec![1, tokens.vision, self.transformer.image_proj_dim];
                 takes.push(ValueShape::new(VISION_STATES, vision));
                 takes.push(ValueShape::new(START, self.latent_shape(video, 1)));
+                let end = sections.sees_end(section);
+                takes.extend(end.then(|| ValueShape::new(END, self.latent_shape(video, 1))));
                 let context = sections.context(section);
                 let seen = context.full.iter().map(|(frame, _)| frame);
                 let seen = seen.chain(&context.half.0).chain(&context.quarter.0);
@@ -240,11 +278,10 @@ impl HunyuanModel {
         };
         StagePlan {
             shape: format!(
-                "{}x{} {} frames t{}{}{}",
+                "{}x{} {} frames {texts}{}{}",
                 video.width,
                 video.height,
                 tokens.sampled,
-                tokens.text.next_multiple_of(TOKENS_AT_A_TIME),
                 self.parts.components.as_multiplied(TRANSFORMER),
                 if request.has_curves() { " curve" } else { "" },
             ),
@@ -289,7 +326,7 @@ impl HunyuanModel {
         let mut of: Vec<usize> = frames
             .filter_map(|frame| match frame {
                 LatentFrame::Of { section, .. } => Some(*section),
-                LatentFrame::Zero | LatentFrame::Start => None,
+                LatentFrame::Zero | LatentFrame::Start | LatentFrame::End => None,
             })
             .collect();
         of.sort_unstable();
@@ -334,6 +371,15 @@ impl HunyuanModel {
     /// Convolutions are dequantized in any format, independent of tokens.
     fn dequantizing_of_vae(&self) -> Bytes {
         self.parts.components.dequantizing(VAE, 0, |_| true)
+    }
+}
+
+/// The counts of tokens for which buffers are: those with the longest text.
+pub(super) fn longest(of_prompts: &Prompts<TokenCounts>) -> TokenCounts {
+    let text = of_prompts.iter().map(|tokens| tokens.text).max();
+    TokenCounts {
+        text: text.unwrap_or_default(),
+        ..of_prompts.prompt
     }
 }
 

@@ -105,11 +105,16 @@ impl ColourMap {
         let is_original = config.block_out_channels == original.block_out_channels
             && config.latent_channels == PUBLISHED.len()
             && config.scaling_factor == original.scaling_factor;
-        is_original.then(|| ColourMap {
-            weights: std::array::from_fn(|c| PUBLISHED.iter().map(|channel| 255.0 * channel[c]).collect()),
-            mean: PUBLISHED_OF_ZEROS.map(|level| 255.0 * level),
-            middle: vec![0.0; PUBLISHED.len()],
-        })
+        is_original.then(|| ColourMap::of_table(&PUBLISHED, PUBLISHED_OF_ZEROS))
+    }
+
+    /// A published map: the parts of red, green and blue, from 0 to 1, that each channel adds, and the colour of a latent of zeros.
+    pub(crate) fn of_table(channels: &[[f64; 3]], of_zeros: [f64; 3]) -> ColourMap {
+        ColourMap {
+            weights: std::array::from_fn(|c| channels.iter().map(|channel| 255.0 * channel[c]).collect()),
+            mean: of_zeros.map(|level| 255.0 * level),
+            middle: vec![0.0; channels.len()],
+        }
     }
 
     /// The picture of one latent frame, `[channels, 1, h, w]`.

@@ -30,6 +30,8 @@ pub(super) struct Sections {
     pub(super) window: usize,
     /// Number of sections.
     pub(super) count: usize,
+    /// Whether there is a picture that the film ends with, which `Backward` alone sees.
+    pub(super) has_end: bool,
 }
 
 /// Latent frames, by their origin.
@@ -39,6 +41,8 @@ pub(super) enum LatentFrame {
     Zero,
     /// The start picture.
     Start,
+    /// The picture that the film ends with.
+    End,
     /// Frame `frame` of section `section`, in order of sampling.
     Of { section: usize, frame: usize },
 }
@@ -74,7 +78,12 @@ impl Sections {
     pub(super) fn of_film(order: Order, window: usize, frames: usize) -> Option<Sections> {
         let step = FRAMES_PER_LATENT * window;
         let count = frames.checked_sub(1)? / step;
-        (count > 0 && count * step + 1 == frames).then_some(Sections { order, window, count })
+        (count > 0 && count * step + 1 == frames).then_some(Sections {
+            order,
+            window,
+            count,
+            has_end: false,
+        })
     }
 
     /// The sections of a film that has at least `frames` frames.
@@ -86,6 +95,7 @@ impl Sections {
                 .saturating_sub(1)
                 .div_ceil(FRAMES_PER_LATENT * window)
                 .max(1),
+            has_end: false,
         }
     }
 
@@ -101,6 +111,11 @@ impl Sections {
 
     fn is_last(&self, section: usize) -> bool {
         section + 1 == self.count
+    }
+
+    /// Whether a section sees the picture that the film ends with: the one that is sampled first, in place of the frame after it.
+    pub(super) fn sees_end(&self, section: usize) -> bool {
+        self.has_end && self.order == Order::Backward && section == 0
     }
 
     /// Whether the start picture's latent is kept with a section's latent, next to it in the film.
@@ -141,9 +156,13 @@ impl Sections {
                 let sampled = 1 + self.padding(section) as u32 * window;
                 let seen: Vec<LatentFrame> = film.into_iter().chain(zeros).take(SEEN).collect();
                 let after = sampled + window;
+                let next = match self.sees_end(section) {
+                    true => LatentFrame::End,
+                    false => seen[0],
+                };
                 Context {
                     sampled: sampled..after,
-                    full: [(LatentFrame::Start, 0), (seen[0], after)],
+                    full: [(LatentFrame::Start, 0), (next, after)],
                     half: (seen[1..3].to_vec(), after + full),
                     quarter: (seen[3..].to_vec(), after + full + half),
                 }
@@ -246,6 +265,7 @@ mod tests {
             order,
             window: 9,
             count,
+            has_end: false,
         }
     }
 
@@ -269,7 +289,10 @@ mod tests {
     fn every_frame_of_a_film_is_final_once() {
         for order in ORDERS {
             for (window, count) in (1..=9).flat_map(|window| (1..=7).map(move |count| (window, count))) {
-                let film = Sections { order, window, count };
+                let film = Sections {
+                    window,
+                    ..sections(order, count)
+                };
                 let mut times = vec![0; film.frames()];
                 let mut carried: Option<Range<usize>> = None;
                 for section in 0..count {
@@ -325,6 +348,14 @@ mod tests {
         let first = sections(Order::Backward, 3).context(0);
         assert_eq!(first.sampled, 19..28);
         assert_eq!(first.full[1], (LatentFrame::Zero, 28));
+
+        let ended = Sections {
+            has_end: true,
+            ..sections(Order::Backward, 3)
+        };
+        assert_eq!(ended.context(0).full[1], (LatentFrame::End, 28));
+        assert_eq!(ended.context(0).half, first.half, "the others are as without");
+        assert_eq!(ended.context(2), backward, "later sections see what was sampled");
 
         let forward = sections(Order::Forward, 3).context(1);
         assert_eq!(forward.sampled, 20..29);

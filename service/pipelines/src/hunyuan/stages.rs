@@ -1,7 +1,7 @@
 //! Computation of a request's stages, as in diffusers' `HunyuanVideoPipeline` and `HunyuanVideoFramepackPipeline`.
 //!
-//! Random draws are in the order of the reference: FramePack first draws the sample of the start picture, then the noise of
-//! each section. Each is a separate stage here, and skips the draws of the stages before it. Numbers are drawn in f32
+//! Random draws are in the order of the reference: FramePack first draws the sample of the start picture, then that of the end
+//! picture if there is one, then the noise of each section. Each is a separate stage here, and skips the draws of the stages before it. Numbers are drawn in f32
 //! on every card, as in the reference.
 
 use std::collections::BTreeMap;
@@ -14,29 +14,39 @@ use super::film::Film;
 use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION};
 use super::patches::{FULL, HALF, QUARTER, patches, unpatched};
 use super::plan::{
-    DECODE, DENOISE, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION, LATENT, LEFT, POOLED, START, TEXT,
-    VISION_STATES, latent_of_section,
+    DECODE, DENOISE, ENCODE_END, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION, END, LATENT, LEFT, START,
+    VISION_STATES, encodings, latent_of_section, longest,
 };
 use super::positions::{self, Axes};
 use super::preview::ColourMap;
 use super::sections::{LatentFrame, Sections};
-use super::transformer::{Prompted, Seen, Transformer};
+use super::transformer::{Conditioning, Prompted, Seen, TokenCounts, Transformer};
 use crate::adapters::{AdaptedTensors, UsedAs};
 use crate::autoencoders::hunyuan::{
     FrameDecoding, HunyuanVaeDecoder, HunyuanVaeEncoder, decode_ladder, encode_ladder,
 };
 use crate::noise::Generator;
-use crate::sampling::{Prediction, SampledLatent};
+use crate::rotary::Rotations;
+use crate::sampling::{Conditions, Prompts, SampledLatent};
 use crate::stage::{Stage, named, unknown};
 use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;
 use crate::text::llama::LlamaEncoder;
 use crate::vision::processor::bytes_through_floats;
 use crate::vision::siglip::SiglipEncoder;
-use crate::{HostTensor, InitImage, Request, StageError, Values};
+use crate::{HostTensor, InitImage, StageError, Values};
 
 /// Largest factor of a dynamic shift of FramePack's sigmas: its exponent is at most the logarithm of this.
 const MOST_SHIFT: f64 = 7.0;
+
+/// A text of a request as the transformer reads it.
+struct EncodedText {
+    tokens: TokenCounts,
+    states: Tensor,
+    mean: Tensor,
+    pooled: Tensor,
+    rotations: Rotations,
+}
 
 impl Stage<'_, HunyuanModel> {
     /// Computes the values of the stage.
@@ -48,7 +58,14 @@ impl Stage<'_, HunyuanModel> {
         let result = match name {
             ENCODE_TEXT => self.encode_text(),
             ENCODE_VISION => self.encode_vision().map(|states| named(VISION_STATES, states)),
-            ENCODE_IMAGE => self.encode_image().map(|latent| named(START, latent)),
+            ENCODE_IMAGE => self
+                .start()
+                .and_then(|image| self.encode_image(image, 0))
+                .map(|latent| named(START, latent)),
+            ENCODE_END => self
+                .end()
+                .and_then(|image| self.encode_image(image, 1))
+                .map(|latent| named(END, latent)),
             DENOISE => self.denoise(),
             DECODE => self.decode(),
             other => Err(unknown(other)),
@@ -72,27 +89,38 @@ impl Stage<'_, HunyuanModel> {
 
     fn encode_text(&mut self) -> Result<Values, StageError> {
         let cancelled = || self.observer.cancelled();
-        let Request { prompt, .. } = self.run.request;
+        let request = self.run.request;
+        let (texts, named) = (Prompts::texts(request), encodings(request));
+        let mut values = Values::new();
 
-        let ids = self.model.clip_tokenizer.encode(prompt)?;
         let component = (self.run.tensors)(CLIP)?;
         let clip = ClipEncoder::new(&self.model.clip, CLIP, &component)?;
-        let pooled = to_host(&clip.forward(&ids, &cancelled)?.pooled)?;
+        for ((_, text), (_, pooled)) in texts.iter().zip(named.iter()) {
+            let ids = self.model.clip_tokenizer.encode(text)?;
+            let encoded = to_host(&clip.forward(&ids, &cancelled)?.pooled)?;
+            values.insert((*pooled).to_owned(), encoded);
+        }
 
-        let ids = self.model.prompt_ids(self.run.request)?;
+        let ids = self.model.prompt_ids(request)?;
         let component = (self.run.tensors)(LLAMA)?;
         let llama = LlamaEncoder::new(&self.model.llama, LLAMA, &component)?;
-        let text = to_host(&llama.forward(&ids, &cancelled)?)?;
-        Ok(Values::from([
-            (POOLED.to_owned(), pooled),
-            (TEXT.to_owned(), text),
-        ]))
+        for (ids, (text, _)) in ids.iter().zip(named.iter()) {
+            let encoded = to_host(&llama.forward(ids, &cancelled)?)?;
+            values.insert((*text).to_owned(), encoded);
+        }
+        Ok(values)
     }
 
     /// The start picture.
     fn start(&self) -> Result<&InitImage, StageError> {
         let start = self.run.request.video()?.init_image.as_ref();
         start.ok_or_else(|| StageError::BadInput("there is no picture to start from".to_owned()))
+    }
+
+    /// The picture that the film ends with.
+    fn end(&self) -> Result<&InitImage, StageError> {
+        let end = self.run.request.video()?.end_image.as_ref();
+        end.ok_or_else(|| StageError::BadInput("there is no picture to end with".to_owned()))
     }
 
     fn encode_vision(&mut self) -> Result<HostTensor, StageError> {
@@ -107,8 +135,8 @@ impl Stage<'_, HunyuanModel> {
         to_host(&encoder.forward(&pixels, &|| self.observer.cancelled())?)
     }
 
-    fn encode_image(&mut self) -> Result<HostTensor, StageError> {
-        let image = self.start()?;
+    /// The latent of a picture, whose sample is drawn after those of so many others.
+    fn encode_image(&self, image: &InitImage, others: usize) -> Result<HostTensor, StageError> {
         let config = &self.model.vae;
         let sides = config.latent_sides(image.width, image.height);
         let rungs = encode_ladder(config, sides, 1, self.model.parts.dtype());
@@ -118,7 +146,14 @@ impl Stage<'_, HunyuanModel> {
         let size = (image.width as usize, image.height as usize);
         let cancelled = || self.observer.cancelled();
         let moments = encoder.encode_rgb8(&image.rgb, 1, size, chunking, &cancelled)?;
-        let sample = moments.drawn(&mut Generator::new(self.run.request.seed))?;
+        let mut generator = Generator::new(self.run.request.seed);
+        let of_each: usize = self
+            .model
+            .latent_shape(self.run.request.video()?, 1)
+            .iter()
+            .product();
+        (0..others).for_each(|_| generator.skip_normal(of_each));
+        let sample = moments.drawn(&mut generator)?;
         to_host(&(sample * config.scaling_factor)?)
     }
 
@@ -138,6 +173,7 @@ impl Stage<'_, HunyuanModel> {
                     found.push(Tensor::zeros(&shape[1..], DType::F32, &Device::Cpu)?);
                     continue;
                 }
+                LatentFrame::End => (END.to_owned(), 0),
                 LatentFrame::Start if self.run.value_if_taken(START)?.is_some() => (START.to_owned(), 0),
                 // The latent of the section next to it in the film begins with the start picture.
                 LatentFrame::Start => {
@@ -171,8 +207,10 @@ impl Stage<'_, HunyuanModel> {
         let shape = self.model.latent_shape(video, frames);
         let count: usize = shape.iter().product();
         let mut generator = Generator::new(self.run.request.seed);
-        if let Some((_, section)) = section {
-            generator.skip_normal(self.model.latent_shape(video, 1).iter().product());
+        if let Some((sections, section)) = section {
+            let pictures = 1 + usize::from(sections.sees_end(0));
+            let of_each: usize = self.model.latent_shape(video, 1).iter().product();
+            (0..pictures).for_each(|_| generator.skip_normal(of_each));
             (0..section).for_each(|_| generator.skip_normal(count));
         }
         Ok(Tensor::from_vec(
@@ -194,11 +232,7 @@ impl Stage<'_, HunyuanModel> {
             theta: config.rope_theta,
         };
 
-        let states = self.host_value(TEXT)?;
         let on_card = |tensor: &Tensor| tensor.to_dtype(dtype)?.contiguous()?.to_device(device);
-        let mean = on_card(&states.mean(1)?)?;
-        let text = on_card(&states)?;
-        let pooled = self.value(POOLED)?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;
         let adapters =
@@ -208,41 +242,63 @@ impl Stage<'_, HunyuanModel> {
         let adapted = AdaptedTensors::new(&component, &adapters);
         let transformer = Transformer::new(config, &adapted).map_err(StageError::missing_in(TRANSFORMER))?;
 
-        let tokens = self.model.tokens(states.dim(1)?, &video);
-        let before = tokens.text + tokens.vision;
         let noise = self.noise(section)?;
         let frames = noise.dim(1)?;
-        let (rotations, seen) = match section {
-            None => (positions::film(before, frames, sides, axes, device)?, None),
-            Some((sections, section)) => {
-                let context = sections.context(section);
-                let rotations = positions::section(before, &context, sides, axes, device)?;
+        let context = section.map(|(sections, section)| (sections, sections.context(section)));
+        let texts = encodings(request).try_map(|(text, pooled)| -> Result<EncodedText, StageError> {
+            let states = self.host_value(text)?;
+            let tokens = self.model.tokens(states.dim(1)?, &video);
+            let before = tokens.text + tokens.vision;
+            Ok(EncodedText {
+                tokens,
+                mean: on_card(&states.mean(1)?)?,
+                states: on_card(&states)?,
+                pooled: self.value(pooled)?,
+                rotations: match &context {
+                    None => positions::film(before, frames, sides, axes, device)?,
+                    Some((_, context)) => positions::section(before, context, sides, axes, device)?,
+                },
+            })
+        })?;
+        let tokens = longest(&texts.map(|text| text.tokens));
+        let seen = match &context {
+            None => None,
+            Some((sections, context)) => {
                 let full = context.full.map(|(frame, _)| frame);
                 let in_patches = |frames: &[LatentFrame], patch| -> Result<Tensor, StageError> {
-                    Ok(on_card(&patches(&self.frames(frames, &sections)?, patch)?)?)
+                    Ok(on_card(&patches(&self.frames(frames, sections)?, patch)?)?)
                 };
-                let vision = self.value(VISION_STATES)?;
-                let seen = [
+                Some([
                     in_patches(&context.quarter.0, QUARTER)?,
                     in_patches(&context.half.0, HALF)?,
                     in_patches(&full, FULL)?,
-                    vision,
-                ];
-                (rotations, Some(seen))
+                    self.value(VISION_STATES)?,
+                ])
             }
         };
-        let prompted = Prompted {
-            text: &text,
-            mean: &mean,
-            pooled: &pooled,
-            guidance: request.guidance,
-            rotations,
-            seen: seen.as_ref().map(|[quarter, half, full, vision]| Seen {
-                quarter,
-                half,
-                full,
-                vision,
-            }),
+        let seen = seen.as_ref().map(|[quarter, half, full, vision]| Seen {
+            quarter,
+            half,
+            full,
+            vision,
+        });
+        // Strengths of adapters that change also change what is seen.
+        let conditioned = |sigmas: &[f32]| -> Result<Prompts<Conditioning>, StageError> {
+            let embedded = match &seen {
+                Some(seen) => transformer.embedded(seen)?,
+                None => None,
+            };
+            texts.as_ref().try_map(|text| {
+                let prompted = Prompted {
+                    text: &text.states,
+                    mean: &text.mean,
+                    pooled: &text.pooled,
+                    guidance: request.guidance,
+                    rotations: text.rotations.clone(),
+                    seen: embedded.as_ref(),
+                };
+                transformer.condition(&prompted, sigmas)
+            })
         };
         let scheduler = &self.model.scheduler;
         let sigmas = match section {
@@ -251,7 +307,9 @@ impl Stage<'_, HunyuanModel> {
         };
         let steps = sigmas.len() - 1;
         self.observer.check_cancelled()?;
-        let mut conditioning = transformer.condition(&prompted, &sigmas[..steps])?;
+        let shape = (1, tokens.sampled, config.token_width());
+        let mut conditions =
+            Conditions::new(conditioned(&sigmas[..steps])?, request, shape, (dtype, device))?;
 
         let mut latent = SampledLatent::new(&patches(&noise, FULL)?, sigmas, None, (dtype, device))?;
         let step_buffers = transformer.step_buffers(&tokens, (dtype, device))?;
@@ -268,13 +326,12 @@ impl Stage<'_, HunyuanModel> {
             let mut row = step;
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);
-                conditioning = transformer.condition(&prompted, &latent.sigmas()[step..=step])?;
+                conditions.replace(conditioned(&latent.sigmas()[step..=step])?);
                 row = 0;
             }
             let mut go_on = || self.observer.check_cancelled();
-            let velocity =
-                transformer.velocity(latent.seen(), &conditioning, row, &step_buffers, &mut go_on)?;
-            let velocity = Prediction::of(velocity);
+            let velocity = conditions
+                .predict(|each| transformer.velocity(latent.seen(), each, row, &step_buffers, &mut go_on))?;
             let shown = self.advance(step, &mut latent, &velocity, (TRANSFORMER, &adapters))?;
             if let (Some(colours), Some(shown)) = (&colours, shown) {
                 let clean = unpatched(&shown, frames, sides)?;

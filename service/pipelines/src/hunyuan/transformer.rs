@@ -14,6 +14,7 @@ use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 use crate::mmdit::{Blocks, Buffers, Modulations, Modulator, Next, NoHook, Pass, StepEmbedder};
 use crate::rotary::Rotations;
+use crate::sampling::Conditions;
 
 /// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.
 const LIBRARIES: u64 = 4 << 20;
@@ -62,7 +63,15 @@ pub(super) struct Prompted<'a> {
     /// The rotations of all tokens: text, seen frames, sampled frames.
     pub(super) rotations: Rotations,
     /// `None`: HunyuanVideo.
-    pub(super) seen: Option<Seen<'a>>,
+    pub(super) seen: Option<&'a EmbeddedSeen>,
+}
+
+/// Embedded states of the picture encoder, `[1, tokens, width]`, and embedded seen frames, `[1, tokens, width]`: the same under
+/// every prompt.
+#[derive(Clone)]
+pub(super) struct EmbeddedSeen {
+    vision: Tensor,
+    frames: Tensor,
 }
 
 /// State shared by all steps.
@@ -71,8 +80,7 @@ pub(super) struct Conditioning {
     modulations: Modulations,
     last: Vec<Tensor>,
     refiner: RefinerConditioning,
-    /// Embedded states of the picture encoder, `[1, tokens, width]`, and embedded seen frames, `[1, tokens, width]`.
-    seen: Option<(Tensor, Tensor)>,
+    seen: Option<EmbeddedSeen>,
 }
 
 /// Buffers of a request's steps.
@@ -152,17 +160,24 @@ impl Transformer {
         let vector = self
             .embedder
             .forward(sigmas, prompted.guidance, prompted.pooled)?;
-        let seen = match (&self.framepack, &prompted.seen) {
-            (Some(layers), Some(seen)) => Some(layers.embedded(seen)?),
-            _ => None,
-        };
         Ok(Conditioning {
             rotations: prompted.rotations.clone(),
             modulations: self.blocks.modulate(&vector)?,
             last: self.last_modulator.forward(&vector)?,
             refiner: self.refiner.condition(prompted.text, prompted.mean, sigmas)?,
-            seen,
+            seen: prompted.seen.cloned(),
         })
+    }
+
+    /// Embeds what a section sees; `None` for HunyuanVideo.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn embedded(&self, seen: &Seen<'_>) -> candle_core::Result<Option<EmbeddedSeen>> {
+        self.framepack
+            .as_ref()
+            .map(|layers| layers.embedded(seen))
+            .transpose()
     }
 
     /// Buffers of steps.
@@ -197,17 +212,22 @@ impl Transformer {
         step_buffers: &'a StepBuffers,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<&'a Tensor, StageError> {
-        let buffers = &step_buffers.buffers;
-        let scratch = buffers.scratch();
         let text = conditioning.refiner.tokens()?;
-        let vision = buffers.text - text;
+        let vision = match &conditioning.seen {
+            Some(seen) => seen.vision.dim(1)?,
+            None => 0,
+        };
+        // They are as long as the longest text.
+        let longest = &step_buffers.buffers;
+        let buffers = &longest.for_shorter_text(longest.text - text - vision);
+        let scratch = buffers.scratch();
         let refined = buffers.rows(vision, text)?;
         self.refiner
             .forward(&conditioning.refiner, step, &refined, scratch)?;
-        if let Some((of_vision, of_frames)) = &conditioning.seen {
-            ops::copy_rows(of_vision, &buffers.rows(0, vision)?.hidden)?;
+        if let Some(embedded) = &conditioning.seen {
+            ops::copy_rows(&embedded.vision, &buffers.rows(0, vision)?.hidden)?;
             let seen = buffers.rows(buffers.text, step_buffers.seen)?;
-            ops::copy_rows(of_frames, &seen.hidden)?;
+            ops::copy_rows(&embedded.frames, &seen.hidden)?;
         }
         let sampled = buffers.rows(buffers.text + step_buffers.seen, latent.dim(1)?)?;
         self.latent_in
@@ -239,7 +259,7 @@ impl Transformer {
 
 impl FramePackLayers {
     /// The tokens of the picture encoder, and those of the seen frames, `[1, tokens, width]` each.
-    fn embedded(&self, seen: &Seen<'_>) -> candle_core::Result<(Tensor, Tensor)> {
+    fn embedded(&self, seen: &Seen<'_>) -> candle_core::Result<EmbeddedSeen> {
         let hidden = self.vision_up.forward(seen.vision)?;
         ops::activate(&hidden, Nonlinearity::Silu)?;
         let vision = self.vision_down.forward(&hidden)?;
@@ -256,8 +276,25 @@ impl FramePackLayers {
             ops::copy_rows(part, &all.narrow(1, first, count)?)?;
             first += count;
         }
-        Ok((vision, all))
+        Ok(EmbeddedSeen { vision, frames: all })
     }
+}
+
+/// Predicted further bytes where every step predicts under a second condition, in the same buffers: its text, rotations,
+/// modulations and gates, and its velocity, which is kept while that of the prompt is computed.
+pub(super) fn negative_scratch(
+    config: &TransformerConfig,
+    tokens: &TokenCounts,
+    steps: u32,
+    dtype: DType,
+) -> u64 {
+    let (blocks, number) = (config.blocks(), dtype.size_in_bytes());
+    let gates = 2 * config.num_refiner_layers * config.width() * steps as usize * number;
+    let text = tokens.text * config.text_embed_dim * number;
+    blocks.rotations_bytes(tokens.all())
+        + blocks.modulations_bytes(steps, dtype)
+        + (gates + text) as u64
+        + Conditions::<Conditioning>::kept_bytes(tokens.sampled * config.token_width(), dtype)
 }
 
 /// Predicted activation bytes of `steps` steps over these tokens: the buffers, the modulation of all steps, the embedded

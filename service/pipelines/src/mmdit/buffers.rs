@@ -26,8 +26,10 @@ pub(crate) fn attends_for_some(tokens: usize, needed: usize) -> bool {
 const WIDE: usize = 5;
 
 /// Buffers of a step, `[batch, tokens, ..]` in the dtype of the card. Text comes first, then the picture.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Buffers {
+    /// Rows before the first one in use.
+    first: usize,
     /// The residual stream, `[batch, tokens, width]`.
     hidden: Tensor,
     /// Normalized input of the next layers; then their output, before it is added to the residual.
@@ -56,6 +58,7 @@ impl Buffers {
         let (tokens, width) = (text + picture, shape.width());
         let rows = |widths: usize| Tensor::zeros((batch, tokens, widths * width), dtype, device);
         Ok(Buffers {
+            first: 0,
             hidden: rows(1)?,
             branch: rows(1)?,
             codes: match layers.take_codes {
@@ -68,6 +71,20 @@ impl Buffers {
             heads: shape.heads,
             text,
         })
+    }
+
+    /// The same buffers for a text that is this much shorter: without their first rows.
+    pub(crate) fn for_shorter_text(&self, rows: usize) -> Buffers {
+        Buffers {
+            first: self.first + rows,
+            text: self.text.saturating_sub(rows),
+            ..self.clone()
+        }
+    }
+
+    /// Rows in use.
+    fn tokens(&self) -> Result<usize> {
+        Ok(self.hidden.dim(1)? - self.first)
     }
 
     /// Bytes of the buffers for `rows` rows.
@@ -104,17 +121,17 @@ impl Buffers {
 
     /// The last rows of the pictures: those of a reference.
     pub(crate) fn reference(&self, count: usize) -> Result<Part> {
-        self.part(self.hidden.dim(1)? - count, count)
+        self.part(self.tokens()? - count, count)
     }
 
     /// Rows of the pictures, `[batch, pictures, width]`.
     pub(crate) fn picture(&self) -> Result<Part> {
-        self.part(self.text, self.hidden.dim(1)? - self.text)
+        self.part(self.text, self.tokens()? - self.text)
     }
 
     /// All rows, `[batch, text + picture, width]`.
     pub(crate) fn whole(&self) -> Result<Part> {
-        self.part(0, self.hidden.dim(1)?)
+        self.part(0, self.tokens()?)
     }
 
     /// Any rows: of the text, then of the generated tokens.
@@ -124,6 +141,7 @@ impl Buffers {
 
     fn part(&self, first: usize, count: usize) -> Result<Part> {
         let (batch, tokens, width) = self.hidden.dims3()?;
+        let first = self.first + first;
         let rows = |x: &Tensor| x.narrow(1, first, count);
         let by_head = |x: &Tensor, widths: usize| {
             x.reshape((batch, tokens, widths * self.heads, width / self.heads))?

@@ -2,7 +2,7 @@
 
 use candle_core::DType;
 use gpu::BlockPlace;
-use model::ComponentSet;
+use model::{ComponentSet, Flops};
 use ops::Planned;
 
 use super::buffers::Buffers;
@@ -91,7 +91,7 @@ pub(crate) fn flops_of_pass(
     components: &ComponentSet,
     name: &str,
     (text, others): (usize, usize),
-) -> u64 {
+) -> Flops {
     let is_of_text = |weight: &str| {
         [".add_", ".to_add_out", "_context."]
             .iter()

@@ -1,7 +1,7 @@
 //! The stages of a request: each has only the components that it needs. The decode of the sound comes first, since it is short.
 
 use model::plan::{names, rungs_of};
-use model::{Memo, Passes};
+use model::{Flops, Memo, Passes};
 use residency::Bytes;
 
 use super::layout::{AUDIO, is_of_text};
@@ -192,7 +192,7 @@ impl OviModel {
     }
 
     /// Operations of a pass over both branches.
-    fn flops_of_pass(&self, tokens: &FilmTokens) -> u64 {
+    fn flops_of_pass(&self, tokens: &FilmTokens) -> Flops {
         let config = &self.transformer;
         let [film, sound] = tokens.all();
         let rows = |name: &str| match (

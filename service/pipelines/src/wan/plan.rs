@@ -4,7 +4,7 @@
 use std::ops::Range;
 
 use model::plan::{names, only_value, rungs_of};
-use model::{Memo, Passes};
+use model::{Flops, Memo, Passes};
 use residency::Bytes;
 
 use super::model::{Kind, SECOND, TEXT_ENCODER, TRANSFORMER, VAE, WanModel};
@@ -279,7 +279,8 @@ impl WanModel {
             let shape = vec![1, counts.sampled, self.transformer.token_width()];
             takes.extend(STATE.map(|name| ValueShape::new(name, shape.clone())));
         }
-        let colours = request.preview && video.init_image.is_some();
+        let is_learned = request.preview && video.init_image.is_some();
+        let has_colours = is_learned || request.preview && self.vae.colours().is_some();
         StagePlan {
             shape: format!(
                 "{}x{} {} frames t{} p{passes}{}{}",
@@ -300,9 +301,9 @@ impl WanModel {
                 in_step: (passes / batch) as u32,
                 flops: self.flops(part.component, counts.all(), request) * batch as u64,
             },
-            // Previews have the colours of the picture that the film begins with.
-            preview: colours.then_some(PreviewNeed::NOTHING),
-            reads_media: colours,
+            // Previews have the colours of the picture that the film begins with, else the published ones.
+            preview: has_colours.then_some(PreviewNeed::NOTHING),
+            reads_media: is_learned,
             ..StagePlan {
                 rungs,
                 ..denoiser.stage(part.stage, request, Bytes::ZERO)
@@ -348,7 +349,7 @@ impl WanModel {
     }
 
     /// Floating-point operations of a pass over the blocks under one text.
-    fn flops(&self, component: &str, tokens: usize, request: &Request) -> u64 {
+    fn flops(&self, component: &str, tokens: usize, request: &Request) -> Flops {
         let rows_of = |weight: &str| match weight.starts_with("blocks.") && !is_of_text(weight) {
             true => tokens,
             false => 0,

@@ -218,6 +218,10 @@ impl Stage<'_, WanModel> {
                 let start = self.host_value(START)?.squeeze(0)?.narrow(1, 0, 1)?;
                 Some(ColourMap::learned(image, &start)?)
             }
+            (None, true) => {
+                let published = model.vae.colours();
+                published.map(|colours| ColourMap::of_table(&colours.weights, colours.of_zeros))
+            }
             _ => None,
         };
         for step in part.steps.clone() {

@@ -7,6 +7,7 @@ mod device;
 mod flux;
 mod hunyuan_vae;
 mod oobleck;
+mod wan_vae;
 
 use candle_core::Device;
 

@@ -1,10 +1,10 @@
 //! Whole films against the reference's.
 
 use candle_core::Tensor;
-use pipelines::Values;
+use pipelines::{Medium, Request, Values};
 use serde::Deserialize;
 
-use crate::given::{Film, expected, film_folder, open, request, section_folder, start};
+use crate::given::{Film, expected, film_folder, open, picture, request, section_folder, start};
 use crate::numbers::{distance, json, numbers};
 use crate::open_model::{F32, on_cpu};
 
@@ -136,5 +136,70 @@ fn a_film_is_the_same_on_every_exact_rung() {
         if !of_decode.approximate {
             assert_eq!(opened.film(&asked, rung).1.frames(), whole, "{}", of_decode.label);
         }
+    }
+}
+
+/// The reference's answers under a negative prompt.
+#[derive(Deserialize)]
+struct Guided {
+    negatives: std::collections::BTreeMap<String, String>,
+    true_guidance: f32,
+}
+
+fn guided(request: Request, negative: &str) -> Request {
+    Request {
+        negative_prompt: Some(negative.to_owned()),
+        true_guidance: json::<Guided>("hunyuan-tiny/expected/pipelines.json").true_guidance,
+        ..request
+    }
+}
+
+/// Negative prompts that are longer and shorter than the prompt, and one without words.
+#[test]
+fn negative_prompts_with_true_guidance_equal_the_references() {
+    let folder = film_folder();
+    let opened = open(folder.path(), &F32);
+    let described: Guided = json("hunyuan-tiny/expected/pipelines.json");
+    for (name, negative) in &described.negatives {
+        let asked = guided(request(9, None, 2, 5), negative);
+        let plan = opened.model.plan(&asked).expect("a valid request");
+        let denoise = plan
+            .iter()
+            .find(|stage| stage.name == "denoise")
+            .expect("denoise");
+        assert_eq!(denoise.passes.in_step, 2);
+        let (values, _) = opened.film(&asked, 0);
+        let found = on_cpu(&values["latent"]);
+        let apart = distance(&found, &expected()[&format!("film.{name}.latent")]);
+        println!("film.{name}.latent: {apart:e}");
+        assert!(apart <= 1e-5, "{name}: {apart:e}");
+        let (without, _) = opened.film(&request(9, None, 2, 5), 0);
+        assert!(distance(&on_cpu(&without["latent"]), &found) > 1e-3, "{name}");
+    }
+}
+
+#[test]
+fn films_that_end_with_a_picture_equal_the_reference() {
+    let folder = section_folder(false);
+    let opened = open(folder.path(), &F32);
+    let described: Guided = json("hunyuan-tiny/expected/pipelines.json");
+    let ended = |sections: u32| {
+        let mut asked = request(36 * sections + 1, Some(start()), 2, 7);
+        if let Medium::Video(video) = &mut asked.medium {
+            video.end_image = Some(picture("end"));
+        }
+        asked
+    };
+    let longer = &described.negatives["longer"];
+    for (name, asked) in [
+        ("end.1", ended(1)),
+        ("end.3", ended(3)),
+        ("both.3", guided(ended(3), longer)),
+    ] {
+        let (values, _) = opened.film(&asked, 0);
+        let found = sampled(&values, false);
+        let apart = distance(&found, &expected()[&format!("{name}.latent")]);
+        println!("{name}.latent: {apart:e}");
+        assert!(apart <= 1e-5, "{name}: {apart:e}");
     }
 }

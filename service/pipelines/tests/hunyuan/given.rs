@@ -53,7 +53,12 @@ pub(crate) fn expected() -> HashMap<String, Tensor> {
 
 /// The picture that the reference starts from.
 pub(crate) fn start() -> InitImage {
-    let rgb = numbers(&expected()["start"]);
+    picture("start")
+}
+
+/// A picture of the reference, by its name.
+pub(crate) fn picture(name: &str) -> InitImage {
+    let rgb = numbers(&expected()[name]);
     InitImage {
         width: SIZE.0,
         height: SIZE.1,

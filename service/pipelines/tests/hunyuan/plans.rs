@@ -1,8 +1,8 @@
 //! Plans and refusals.
 
-use pipelines::{Medium, PreviewNeed, Request, Role, Video};
+use pipelines::{InitImage, Medium, PreviewNeed, Request, Role, Video};
 
-use crate::given::{film_folder, open, request, section_folder, start};
+use crate::given::{film_folder, open, picture, request, section_folder, start};
 use crate::open_model::{F32, OpenModel};
 
 fn fields(opened: &OpenModel, request: &Request) -> Vec<(String, String)> {
@@ -128,6 +128,12 @@ fn a_field_out_of_bounds_is_refused_by_name() {
     assert_eq!(fields(&opened, &missing)[0].0, "init_image");
     let other_shape = with(&sound, |video| video.width = 64);
     assert_eq!(fields(&opened, &other_shape)[0].0, "init_image");
+    let ended = |video: &mut Video| video.end_image = Some(picture("end"));
+    let to_its_end = with(&sound, ended);
+    let stages = opened.model.plan(&to_its_end).expect("a valid request");
+    assert!(stages.iter().any(|stage| stage.name == "encode_end"));
+    let other_end = with(&to_its_end, |video| video.end_image = Some(black_picture()));
+    assert_eq!(fields(&opened, &other_end)[0].0, "end_image");
     let odd = with(&sound, |video| video.height = 33);
     assert!(fields(&opened, &odd).iter().any(|(field, _)| field == "height"));
     let still = with(&sound, |video| video.frames_per_second = 0.0);
@@ -148,6 +154,21 @@ fn a_field_out_of_bounds_is_refused_by_name() {
     );
     let started = with(&sound, |video| video.init_image = Some(start()));
     assert_eq!(fields(&opened, &started)[0].0, "init_image");
+    assert_eq!(fields(&opened, &with(&sound, ended))[0].0, "end_image");
+
+    // A film that is made from its start never sees its end.
+    let folder = section_folder(true);
+    let opened = open(folder.path(), &F32);
+    assert_eq!(fields(&opened, &to_its_end)[0].0, "end_image");
+}
+
+/// A picture of another size than the films.
+fn black_picture() -> InitImage {
+    InitImage {
+        width: 16,
+        height: 16,
+        rgb: vec![0; 3 * 16 * 16].into(),
+    }
 }
 
 #[test]

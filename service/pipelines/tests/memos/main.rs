@@ -76,6 +76,13 @@ fn other_requests(request: &Request) -> Vec<(String, Request)> {
                     video.init_image = Some(picture(64, 11));
                 }
             });
+            add("end", &|r| {
+                if let Medium::Video(video) = &mut r.medium
+                    && video.init_image.is_some()
+                {
+                    video.end_image = Some(picture(64, 12));
+                }
+            });
         }
         Medium::Audio(_) => {
             let mut audio = |name: &str, change: &dyn Fn(&mut Audio)| {

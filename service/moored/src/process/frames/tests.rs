@@ -86,7 +86,7 @@ pub(in crate::process) fn stage(medium: Medium) -> StageWork {
             shared: None,
             passes: model::Passes {
                 in_step: 2,
-                flops: 75_000_000_000_000,
+                flops: 75_000_000_000_000.into(),
             },
             reads_media: true,
             preview: None,
@@ -128,7 +128,8 @@ pub(in crate::process) fn media() -> [Medium; 3] {
             frames: 81,
             frames_per_second: 23.976,
             frames_at_a_time: 4,
-            init_image: Some(image),
+            init_image: Some(image.clone()),
+            end_image: Some(image),
             init_video: Some(Clip {
                 format: MediaFormat::Video {
                     width: 2,

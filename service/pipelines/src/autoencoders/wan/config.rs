@@ -95,9 +95,10 @@ impl WanVaeConfig {
             (48, true) => WanVaeConfig::wan_2_2(),
             _ => return None,
         };
+        let (base_dim, decoder_base_dim) = (*first.first()?, *last.get(1)?);
         Some(WanVaeConfig {
-            base_dim: *first.first()?,
-            decoder_base_dim: Some(*last.get(1)?),
+            base_dim,
+            decoder_base_dim: (decoder_base_dim != base_dim).then_some(decoder_base_dim),
             ..config
         })
     }
@@ -310,3 +311,69 @@ const STD_OF_48: [f64; 48] = [
     0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944, 0.5726, 1.2042, 0.5458,
     1.6887, 0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn films_have_a_frame_and_four_for_every_later_latent() {
+        let config = WanVaeConfig::wan_2_2();
+        assert_eq!(config.factor(), 16);
+        assert_eq!(WanVaeConfig::default().factor(), 8);
+        assert_eq!([1, 2, 31].map(|latents| config.frames(latents)), [1, 5, 121]);
+        assert_eq!(
+            [1, 4, 5, 31, 121].map(|frames| config.latents(frames)),
+            [1, 1, 2, 8, 31]
+        );
+        assert_eq!(
+            [0, 1, 2].map(|index| config.frames_of_latent(index)),
+            [(0, 1), (1, 4), (5, 4)]
+        );
+        assert_eq!(config.latent_sides(1280, 704), (44, 80));
+    }
+
+    #[test]
+    fn unsupported_settings_are_named() {
+        assert_eq!(WanVaeConfig::default().check(), Ok(()));
+        assert_eq!(WanVaeConfig::wan_2_2().check(), Ok(()));
+        type Change = fn(&mut WanVaeConfig);
+        let changes: [(Change, &str); 19] = [
+            (|c| c.base_dim = 0, "no channels"),
+            (|c| c.z_dim = 0, "no channels"),
+            (|c| c.patch_size = Some(0), "no channels"),
+            (|c| c.decoder_base_dim = Some(1 << 20), "beyond"),
+            (|c| c.num_res_blocks = 1 << 20, "beyond"),
+            (|c| c.num_res_blocks = 0, "no blocks"),
+            (|c| c.dim_mult = vec![1], "1 resolutions"),
+            (|c| c.dim_mult = vec![1; 9], "9 resolutions"),
+            (|c| c.attn_scales = vec![0.5], "[0.5]"),
+            (|c| c.temperal_downsample = vec![true, true], "2 resizing layers"),
+            (|c| c.temperal_downsample = vec![true; 3], "8 frames"),
+            (|c| c.scale_factor_temporal = Some(8), "8 frames"),
+            (|c| c.scale_factor_spatial = Some(8), "8 pixels"),
+            (|c| c.in_channels = 13, "13 channels"),
+            (|c| c.out_channels = 3, "3 channels"),
+            (|c| c.dim_mult = vec![1, 2, 4, 3], "averaged"),
+            (|c| c.dim_mult = vec![1, 1, 8, 8], "repeated"),
+            (|c| c.latents_mean.truncate(4), "4 means"),
+            (|c| c.latents_std[3] = 0.0, "not positive"),
+        ];
+        for (change, word) in changes {
+            let mut config = WanVaeConfig::wan_2_2();
+            change(&mut config);
+            let problem = config.check().expect_err(word);
+            assert!(problem.contains(word), "{word}: {problem}");
+        }
+        let mut odd = WanVaeConfig {
+            base_dim: 5,
+            ..WanVaeConfig::default()
+        };
+        odd.dim_mult = vec![1, 3, 3, 3];
+        let problem = odd.check().expect_err("15 channels have no half");
+        assert!(problem.contains("half"), "{problem}");
+        odd.latents_std[0] = f64::NAN;
+        odd.base_dim = 96;
+        assert!(odd.check().expect_err("a number is strange").contains("NaN"));
+    }
+}

@@ -99,8 +99,8 @@ impl WanVaeDecoder {
 
     /// Decodes `latents`, f32 `[1, z_dim, l, h, w]` in the scale of the autoencoder ([`WanVaeConfig::unscaled`]), to the
     /// `4 (l - 1) + 1` frames of `AutoencoderKLWan.decode`. `deliver` is called with the index of a frame, and with the
-    /// frames from there on, `[n, height, width, 3]` in the dtype of maps, -1 to 1 and not clamped. Each frame is delivered once and
-    /// in order, as soon as its latent is decoded.
+    /// frames from there on, `[n, height, width, 3]` in the dtype of maps, -1 to 1 and not clamped. Each frame is delivered once
+    /// and in order, as soon as its latent is decoded.
     ///
     /// # Errors
     /// [`StageError::Cancelled`]; [`StageError::BadInput`] for latents of another shape; errors of `deliver`. Whether

@@ -13,18 +13,22 @@
 //! walk itself.
 
 mod arithmetic;
+mod colours;
 mod config;
 mod decoder;
 mod encoder;
 mod latent;
 mod layers;
 mod names;
+mod pieces;
+mod resample;
 mod scratch;
 mod sketch;
 mod stream;
 mod table;
 mod tensors;
 
+pub use colours::LinearColours;
 pub use config::WanVaeConfig;
 pub use decoder::{Decoding, FrameDecoding, WanVaeDecoder};
 pub use encoder::WanVaeEncoder;

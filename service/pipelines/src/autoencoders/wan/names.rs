@@ -84,3 +84,75 @@ fn of_resnet(rest: &str) -> Option<String> {
     };
     Some(format!("{layer}.{leaf}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::super::WanVaeConfig;
+    use super::*;
+
+    type Shapes = BTreeMap<String, Vec<usize>>;
+
+    /// Names and shapes of the authors' classes, by their version.
+    fn of_authors() -> BTreeMap<String, Shapes> {
+        let text = include_str!("../../../fixtures/wan-vae-tiny/authors.json");
+        serde_json::from_str(text).expect("a fixture")
+    }
+
+    #[test]
+    fn the_authors_files_have_the_configuration_and_the_tensors_of_diffusers() {
+        let of_authors = of_authors();
+        let versions = [("2.1", WanVaeConfig::default()), ("2.2", WanVaeConfig::wan_2_2())];
+        for (version, config) in versions {
+            for prefix in ["", "vae.", "first_stage_model.", "model."] {
+                let renamed: Shapes = of_authors[version]
+                    .iter()
+                    .map(|(name, shape)| {
+                        let found = diffusers_name_of_original(&format!("{prefix}{name}"));
+                        (found.expect("a name"), shape.clone())
+                    })
+                    .collect();
+                let found = WanVaeConfig::of_shapes(|name| renamed.get(name).cloned());
+                assert_eq!(found.as_ref(), Some(&config));
+                assert_eq!(renamed, config.tensor_shapes().into_iter().collect());
+            }
+            for (name, _) in config.tensor_shapes() {
+                assert_eq!(diffusers_name_of_original(&name), Some(name));
+            }
+        }
+        // Narrower ones are known by their shapes.
+        let narrow = WanVaeConfig {
+            base_dim: 32,
+            ..WanVaeConfig::default()
+        };
+        let shapes: Shapes = narrow.tensor_shapes().into_iter().collect();
+        assert_eq!(
+            WanVaeConfig::of_shapes(|name| shapes.get(name).cloned()),
+            Some(narrow)
+        );
+        let other = WanVaeConfig {
+            z_dim: 8,
+            ..WanVaeConfig::default()
+        };
+        let shapes: Shapes = other.tensor_shapes().into_iter().collect();
+        assert_eq!(WanVaeConfig::of_shapes(|name| shapes.get(name).cloned()), None);
+    }
+
+    #[test]
+    fn other_names_have_none() {
+        for strange in [
+            "",
+            "decoder",
+            "transformer.x",
+            "vae.",
+            "blocks.0.self_attn.q.weight",
+            "encoder.head.1.weight",
+            "encoder.middle.3.residual.0.gamma",
+            "decoder.upsamples.x.residual.0.gamma",
+            "decoder.upsamples.0.residual.1.gamma",
+        ] {
+            assert_eq!(diffusers_name_of_original(strange), None, "{strange}");
+        }
+    }
+}

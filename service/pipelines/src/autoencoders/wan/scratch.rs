@@ -150,7 +150,7 @@ impl WanVaeConfig {
         chunking: Chunking,
         dtype: DType,
     ) -> Vec<Planned> {
-        let sketch = Sketch::new(dtype, chunking.pieces());
+        let sketch = Sketch::of_shapes(dtype, chunking.pieces());
         let done = decode(self, sides, latents, &sketch);
         done.map_or_else(|_| Vec::new(), |()| sketch.planned())
     }
@@ -163,7 +163,7 @@ impl WanVaeConfig {
         chunking: Chunking,
         dtype: DType,
     ) -> Vec<Planned> {
-        let sketch = Sketch::new(dtype, chunking.pieces());
+        let sketch = Sketch::of_shapes(dtype, chunking.pieces());
         let done = encode(self, sides, frames, &sketch);
         done.map_or_else(|_| Vec::new(), |()| sketch.planned())
     }

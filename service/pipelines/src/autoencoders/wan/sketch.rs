@@ -16,7 +16,8 @@ pub(super) struct Sketch {
     dtype: DType,
     pieces: StripSize,
     bytes: Rc<Bytes>,
-    planned: RefCell<Vec<Planned>>,
+    /// `None` where only the bytes are of interest.
+    planned: Option<RefCell<Vec<Planned>>>,
 }
 
 #[derive(Default)]
@@ -73,7 +74,15 @@ impl Sketch {
             dtype,
             pieces,
             bytes: Rc::default(),
-            planned: RefCell::default(),
+            planned: None,
+        }
+    }
+
+    /// One that lists shapes.
+    pub(super) fn of_shapes(dtype: DType, pieces: StripSize) -> Sketch {
+        Sketch {
+            planned: Some(RefCell::default()),
+            ..Sketch::new(dtype, pieces)
         }
     }
 
@@ -84,7 +93,7 @@ impl Sketch {
 
     /// The shapes in order of use, each once.
     pub(super) fn planned(self) -> Vec<Planned> {
-        self.planned.into_inner()
+        self.planned.map(RefCell::into_inner).unwrap_or_default()
     }
 
     /// Notes that this many bytes are taken beside the maps for a moment.
@@ -97,9 +106,12 @@ impl Sketch {
         self.dtype.size_in_bytes() < 4
     }
 
-    fn plan(&self, shape: Planned) {
-        let mut planned = self.planned.borrow_mut();
-        if !planned.contains(&shape) {
+    fn plan(&self, shape: impl FnOnce() -> Option<Planned>) {
+        let Some(planned) = &self.planned else {
+            return;
+        };
+        let mut planned = planned.borrow_mut();
+        if let Some(shape) = shape().filter(|shape| !planned.contains(shape)) {
             planned.push(shape);
         }
     }
@@ -175,9 +187,7 @@ impl Arithmetic for Sketch {
     fn convolve(&self, layer: &Shape, map: &Sketched, steps: &Steps, out: &Sketched) -> Outcome<()> {
         let at = (positions(map.sides), positions(out.sides));
         self.note_convolution(&layer.0, at, Onto::Nothing);
-        if let Some(shape) = Planned::convolution(&map.sides, &layer.0, steps, self.dtype) {
-            self.plan(shape);
-        }
+        self.plan(|| Planned::convolution(&map.sides, &layer.0, steps, self.dtype));
         Ok(())
     }
 
@@ -195,19 +205,16 @@ impl Arithmetic for Sketch {
         }
         let of = |row: usize| [tokens * row, row, row];
         let row = projected.sides[3];
-        self.plan(Planned::Attention(AttentionShape {
-            q: of(row),
-            k: of(row),
-            v: of(row),
-            out: of(channels),
-            ..AttentionShape::of_rows(
-                tokens,
-                (1, channels),
-                (row, channels),
-                self.dtype,
-                MaskShape::None,
-            )
-        }));
+        self.plan(|| {
+            let (head, rows) = ((1, channels), (row, channels));
+            Some(Planned::Attention(AttentionShape {
+                q: of(row),
+                k: of(row),
+                v: of(row),
+                out: of(channels),
+                ..AttentionShape::of_rows(tokens, head, rows, self.dtype, MaskShape::None)
+            }))
+        });
         Ok(())
     }
 

@@ -5,7 +5,8 @@ use std::mem;
 use model::StageError;
 
 use super::arithmetic::{Arithmetic, Outcome};
-use super::layers::{CACHED, Rows, State, keep_averaged};
+use super::layers::{CACHED, Rows, State};
+use super::pieces::keep_averaged;
 use super::table::Layer;
 
 /// What a half remembers of the latents before, and the rows of the present one on their way.
@@ -136,9 +137,11 @@ impl<'a, L, N, M: Clone> Stream<'a, L, N, M> {
             Layer::Enlarge(layer) => {
                 let enlarged = layer.take(a, state, rows, is_first)?;
                 let (first, until) = enlarged.results;
-                let most = a.rows_of_piece(enlarged.row);
-                for first in (first..until).step_by(most.max(1)) {
-                    let piece = (first, most.min(until - first));
+                // Pieces of about equal numbers of rows.
+                let pieces = (until - first).div_ceil(a.rows_of_piece(enlarged.row));
+                let rows = (until - first).div_ceil(pieces.max(1));
+                for first in (first..until).step_by(rows.max(1)) {
+                    let piece = (first, rows.min(until - first));
                     let rows = layer.results(a, &enlarged, piece)?;
                     self.push(a, index + 1, rows, sink)?;
                 }

@@ -2,7 +2,8 @@
 
 use super::arithmetic::{Blocks, Outcome};
 use super::config::WanVaeConfig;
-use super::layers::{Attention, Causal, Enlarge, Halve, OfPositions, Resnet};
+use super::layers::{Attention, Causal, OfPositions, Resnet};
+use super::resample::{Enlarge, Halve};
 
 /// A layer, with whatever its source gives for its tensors.
 #[derive(Clone, Debug)]
