@@ -132,7 +132,11 @@ def write_blocks(folder: Path, scale: int) -> None:
         ("6GiB,speed=12GB/s,compute=100TFLOP/s", "8-bit", "in each step, .*; full would have "),
         ("6GiB,speed=12GB/s,compute=900TFLOP/s", "4-bit", "full would have "),
         # A card that multiplies in fp8 gets the 8-bit format in which its steps are faster.
-        ("6GiB,speed=12GB/s,compute=100TFLOP/s,capability=8.9", "transformer=fp8", "full would have "),
+        (
+            "6GiB,speed=12GB/s,compute=100TFLOP/s,capability=8.9",
+            "transformer=fp8",
+            "full would have ",
+        ),
         ("6GiB,speed=12GB/s,compute=100TFLOP/s,capability=8.6", "8-bit", "full would have "),
         ("4GiB,speed=2GB/s,compute=100TFLOP/s", "4-bit", "4-bit would have .* formats more$"),
         # Without a speed, what streams in each step is too much.
