@@ -379,13 +379,13 @@ fn other_paths_are_not_recognized() {
     ));
     write_json(
         &empty.path().join("model_index.json"),
-        serde_json::json!({"_class_name": "WanPipeline"}),
+        serde_json::json!({"_class_name": "WanVACEPipeline"}),
     );
     assert!(matches!(try_open(empty.path()), Ok(None)));
     let families = FamilyList::new(vec![Box::new(Flux)]);
     assert!(matches!(
         families.open(empty.path(), &F32),
-        Err(ModelError::Unsupported { problem, .. }) if problem.starts_with("it is Wan")
+        Err(ModelError::Unsupported { problem, .. }) if problem.starts_with("it is another kind of Wan")
     ));
     write_json(
         &empty.path().join("model_index.json"),
