@@ -468,6 +468,7 @@ def test_server_info_lists_version_cards_and_capabilities(simulate: Simulate) ->
         "flux",
         "hunyuan-video",
         "instant",
+        "ovi",
         "wan",
         "z-image",
     }

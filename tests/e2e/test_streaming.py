@@ -134,7 +134,7 @@ def write_blocks(folder: Path, scale: int) -> None:
         # A card that multiplies in fp8 gets the 8-bit format in which its steps are faster.
         (
             "6GiB,speed=12GB/s,compute=100TFLOP/s,capability=8.9",
-            "transformer=fp8",
+            "text_encoder_2=fp8,transformer=fp8",
             "full would have ",
         ),
         ("6GiB,speed=12GB/s,compute=100TFLOP/s,capability=8.6", "8-bit", "full would have "),

@@ -279,6 +279,9 @@ impl fmt::Display for SimulatedSettings {
         if self.flops != 0 {
             write!(f, ",compute={}FLOP/s", self.flops)?;
         }
+        if let Some((major, minor)) = self.capability {
+            write!(f, ",capability={major}.{minor}")?;
+        }
         for (option, bytes) in [
             ("context", self.context),
             ("workspaces", self.workspaces),

@@ -413,6 +413,7 @@ fn invalid_settings_are_refused_with_the_allowed_values() {
         ("sim:1GiB,disk=slow", "disk"),
         ("sim:1GiB,compute=fast", "150TFLOP/s"),
         ("sim:1GiB,compute=99999999TFLOP/s", "150TFLOP/s"),
+        ("sim:1GiB,capability=new", "8.9"),
         ("sim:1GiB,colour=red", "fail-load="),
         ("sim:1GiB,lag", "lag="),
         ("sim:1GiB,lag=9", "200ms"),
@@ -440,6 +441,7 @@ fn devices_open_by_name() {
         ("cpu:1GiB", "cpu"),
         ("sim:24GiB,index=1", "sim:1"),
         ("sim:2GiB", "sim:0"),
+        ("sim:2GiB,capability=8.9", "sim:0"),
         ("cpu", "cpu"),
     ];
     for (text, expected) in names {
