@@ -9,12 +9,11 @@ use super::fusion::{OtherBranch, attend};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
-use crate::mmdit::{SINUSOIDS, TwoLayers};
+use crate::mmdit::TwoLayers;
 use crate::rotary::Rotations;
-use crate::wan::TokenCounts;
 use crate::wan::blocks::{Block, KeysValues};
 use crate::wan::buffers::{Buffers, Next, Part};
-use crate::wan::modulation::{BlockModulation, Modulations, Tables};
+use crate::wan::times::{StepModulations, TimeLayers, Times, TokenCounts};
 
 type Missing<T> = Result<T, MissingTensor>;
 
@@ -26,33 +25,18 @@ pub(super) struct FusionBlock {
 
 /// The layers of a branch, without those that embed its latent.
 pub(super) struct Branch {
-    time: TwoLayers,
-    time_projection: Linear,
+    time: TimeLayers,
     text: TwoLayers,
-    tables: Tables,
     pub(super) blocks: Vec<FusionBlock>,
-    /// Shift and scale of the last norm, `[1, 2, width]`, to which the time is added.
-    last_table: Tensor,
     last: Linear,
     config: BranchConfig,
-}
-
-/// The embedded times of all steps of a branch, and zero after them.
-pub(super) struct BranchTimes {
-    /// `[steps + 1, width]`.
-    embedded: Tensor,
-    /// `[steps + 1, 6 width]`.
-    projected: Tensor,
 }
 
 /// Buffers of a branch's steps.
 pub(super) struct BranchBuffers {
     pub(super) buffers: Buffers,
     pub(super) counts: TokenCounts,
-    /// Modulations of the sampled tokens, and of those of a clean picture.
-    modulations: [Modulations; 2],
-    /// Shift and scale of the last norm, `[1, width]` each.
-    last: [Tensor; 2],
+    modulations: StepModulations,
     /// `[1, sampled, token width]`.
     pub(super) velocity: Tensor,
 }
@@ -78,10 +62,7 @@ impl Branch {
         token_width: usize,
     ) -> Missing<Branch> {
         let (width, shape) = (config.dim, config.blocks());
-        let embedder = |part: &str, inputs, between| {
-            let name = format!("{name}.condition_embedder.{part}_embedder");
-            TwoLayers::new(tensors, &name, (inputs, width), between)
-        };
+        let text = format!("{name}.condition_embedder.text_embedder");
         let names = (0..config.num_layers).map(|block| format!("{name}.blocks.{block}"));
         let block = |name: String| {
             Ok(FusionBlock {
@@ -89,15 +70,10 @@ impl Branch {
                 block: Block::new(tensors, &name, &shape)?,
             })
         };
-        let tables = names.clone().map(|name| format!("{name}.scale_shift_table"));
-        let projection = format!("{name}.condition_embedder.time_proj");
         Ok(Branch {
-            time: embedder("time", SINUSOIDS, Nonlinearity::Silu)?,
-            time_projection: Linear::new(tensors, &projection, width, 6 * width)?,
-            text: embedder("text", config.text_dim, Nonlinearity::GeluTanh)?,
-            tables: Tables::new(tensors, tables, width)?,
+            time: TimeLayers::new(tensors, &format!("{name}."), config.num_layers, width)?,
+            text: TwoLayers::new(tensors, &text, (config.text_dim, width), Nonlinearity::GeluTanh)?,
             blocks: names.map(block).collect::<Missing<_>>()?,
-            last_table: tensors.shaped(&format!("{name}.scale_shift_table"), &[1, 2, width])?,
             last: Linear::new(tensors, &format!("{name}.proj_out"), width, token_width)?,
             config: config.clone(),
         })
@@ -107,14 +83,8 @@ impl Branch {
     ///
     /// # Errors
     /// Errors of the device.
-    pub(super) fn times(&self, sinusoids: &Tensor) -> candle_core::Result<BranchTimes> {
-        let embedded = self.time.forward(sinusoids)?;
-        let activated = embedded.copy()?;
-        ops::activate(&activated, Nonlinearity::Silu)?;
-        Ok(BranchTimes {
-            projected: self.time_projection.forward(&activated)?,
-            embedded,
-        })
+    pub(super) fn times(&self, sinusoids: &Tensor) -> candle_core::Result<Times> {
+        self.time.times(sinusoids)
     }
 
     /// A text's states, `[1, tokens, text_dim]`, with rows of zeros after them, embedded.
@@ -154,12 +124,10 @@ impl Branch {
         (dtype, device): (DType, &Device),
     ) -> candle_core::Result<BranchBuffers> {
         let on = (dtype, device);
-        let vector = || Tensor::zeros((1, self.config.dim), dtype, device);
         Ok(BranchBuffers {
             buffers: Buffers::new(self.config.blocks(), (1, counts.all()), layers, on)?,
             counts,
-            modulations: [self.tables.modulations(on)?, self.tables.modulations(on)?],
-            last: [vector()?, vector()?],
+            modulations: self.time.modulations(counts, on)?,
             velocity: Tensor::zeros((1, counts.sampled, token_width), dtype, device)?,
         })
     }
@@ -170,23 +138,11 @@ impl Branch {
     /// Errors of the device.
     pub(super) fn set_time(
         &self,
-        times: &BranchTimes,
+        times: &Times,
         step: usize,
         buffers: &BranchBuffers,
     ) -> candle_core::Result<()> {
-        let [of_sampled, of_first] = &buffers.modulations;
-        self.tables
-            .set(of_sampled, &times.projected.narrow(0, step, 1)?)?;
-        if buffers.counts.first > 0 {
-            let zero = times.projected.dim(0)? - 1;
-            self.tables.set(of_first, &times.projected.narrow(0, zero, 1)?)?;
-        }
-        let time = times.embedded.narrow(0, step, 1)?;
-        for (part, vector) in buffers.last.iter().enumerate() {
-            ops::copy_rows(&self.last_table.narrow(1, part, 1)?.squeeze(0)?, vector)?;
-            ops::add_residual(vector, &time, None)?;
-        }
-        Ok(())
+        self.time.set(&buffers.modulations, times, step)
     }
 
     /// Begins a pass over the embedded tokens, whose first block is `first`.
@@ -199,16 +155,10 @@ impl Branch {
         buffers: &'a BranchBuffers,
         rotations: &'a Rotations,
     ) -> candle_core::Result<Pass<'a>> {
-        let counts = buffers.counts;
-        let sampled = buffers.buffers.part(counts.first, counts.sampled)?;
-        let parts = match counts.first {
-            0 => vec![sampled],
-            first => vec![buffers.buffers.part(0, first)?, sampled],
-        };
         let pass = Pass {
             branch: self,
             buffers,
-            parts,
+            parts: buffers.counts.parts(&buffers.buffers)?,
             whole: buffers.buffers.whole()?,
             rotations,
         };
@@ -220,37 +170,10 @@ impl Branch {
 }
 
 impl Pass<'_> {
-    /// The modulations of the parts in a block.
-    fn modulations(&self, block: usize) -> candle_core::Result<Vec<BlockModulation>> {
-        let [of_sampled, of_first] = &self.buffers.modulations;
-        let all = match self.buffers.counts.first {
-            0 => vec![of_sampled],
-            _ => vec![of_first, of_sampled],
-        };
-        all.iter()
-            .map(|modulations| modulations.of_block(block))
-            .collect()
-    }
-
     /// The norms of the parts at the beginning of a block, or after the last one.
-    fn norms_of(&self, block: usize) -> candle_core::Result<Vec<Next<'_>>> {
-        let rows = &self.whole.branch;
-        match self.branch.blocks.get(block) {
-            Some(of) => {
-                let modulations = self.modulations(block)?;
-                let norm = |modulation| of.block.first(modulation, rows);
-                modulations.iter().map(norm).collect()
-            }
-            None => {
-                let [shift, scale] = &self.buffers.last;
-                let last = || Next {
-                    affine: None,
-                    modulation: Some((shift.clone(), scale.clone())),
-                    as_codes: false,
-                };
-                Ok(self.parts.iter().map(|_| last()).collect())
-            }
-        }
+    fn norms_of(&self, number: usize) -> candle_core::Result<Vec<Next<'_>>> {
+        let block = self.branch.blocks.get(number).map(|of| &of.block);
+        self.buffers.modulations.norms(number, block, &self.whole.branch)
     }
 
     /// The attention of a block's tokens to each other; normalizes for their attention to texts.
@@ -264,7 +187,7 @@ impl Pass<'_> {
             .own
             .forward(&self.parts, &self.whole, self.rotations, scratch)?;
         let next = block.cross.next(&self.whole.branch)?;
-        for (part, modulation) in self.parts.iter().zip(self.modulations(number)?) {
+        for (part, modulation) in self.parts.iter().zip(self.buffers.modulations.of_block(number)?) {
             part.pass_on(&part.query_rows, Some(&modulation.attention_gate()?), &next)?;
         }
         Ok(())
@@ -285,7 +208,7 @@ impl Pass<'_> {
         block.cross.queries(parts, whole, scratch)?;
         attend(block, whole, seen, self.rotations)?;
         block.cross.close(whole, scratch)?;
-        let modulations = self.modulations(number)?;
+        let modulations = self.buffers.modulations.of_block(number)?;
         for (part, modulation) in parts.iter().zip(&modulations) {
             let before = block.before_feed_forward(modulation, &whole.branch)?;
             part.pass_on(&part.branch, None, &before)?;

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use gpu::{BlockPlace, ComponentTensors, MissingTensor, WeightStream};
 use ops::Epilogue;
 
-use super::branch::{Branch, BranchBuffers, BranchTimes, keys_values};
+use super::branch::{Branch, BranchBuffers, keys_values};
 use super::config::{FusionConfig, MAX_POSITIONS};
 use super::fusion::Place;
 use super::layout::{AUDIO, VIDEO};
@@ -81,7 +81,7 @@ impl FilmTokens {
 }
 
 /// The embedded times of all steps.
-pub struct Times([BranchTimes; 2]);
+pub struct Times([crate::wan::Times; 2]);
 
 /// The keys and values of the texts of a condition in every block, those of the film and of the sound: the same in all steps.
 pub struct Texts(Vec<[KeysValues; 2]>);

@@ -15,6 +15,7 @@ mod places;
 mod plan;
 pub(crate) mod shape;
 mod stages;
+pub(crate) mod times;
 pub(crate) mod tokens;
 mod transformer;
 
@@ -23,7 +24,8 @@ pub use config::TransformerConfig;
 pub(crate) use layout::layout;
 pub use model::{Wan, WanModel};
 pub(crate) use places::component_of_base;
-pub use transformer::{Seen, StepBuffers, Texts, Times, TokenCounts, Transformer, denoise_scratch};
+pub use times::{Times, TokenCounts};
+pub use transformer::{Seen, StepBuffers, Texts, Transformer, denoise_scratch};
 
 /// The further names of the transformer's layers, and its tensors.
 #[cfg(test)]

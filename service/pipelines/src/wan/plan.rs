@@ -9,7 +9,8 @@ use residency::Bytes;
 
 use super::model::{Kind, SECOND, TEXT_ENCODER, TRANSFORMER, VAE, WanModel};
 use super::shape::is_of_text;
-use super::transformer::{TokenCounts, denoise_scratch};
+use super::times::TokenCounts;
+use super::transformer::denoise_scratch;
 use crate::autoencoders::wan::{Chunking, decode_ladder, encode_ladder};
 use crate::sampling::{Conditions, Denoiser, Prompts};
 use crate::unipc::{Grid, Schedule, UniPcLatent};

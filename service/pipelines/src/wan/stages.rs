@@ -7,8 +7,9 @@ use model::plan::of_rung;
 
 use super::model::{Kind, TEXT_ENCODER, VAE, WanModel};
 use super::plan::{DECODE, ENCODE_IMAGE, ENCODE_TEXT, LATENT, Part, PassOrder, START, STATE, texts};
+use super::times::Times;
 use super::tokens::{latent_of_tokens, tokens_of};
-use super::transformer::{Seen, StepBuffers, Texts, Times, Transformer};
+use super::transformer::{Seen, StepBuffers, Texts, Transformer};
 use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
 use crate::autoencoders::wan::{
     FrameDecoding, WanVaeDecoder, WanVaeEncoder, decode_ladder, encode_ladder, frames_to_rgb8,

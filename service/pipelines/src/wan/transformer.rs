@@ -9,9 +9,10 @@ use gpu::{BlockPlace, ComponentTensors, MissingTensor, WeightStream};
 use ops::{Epilogue, Nonlinearity};
 
 use super::blocks::{Block, KeysValues};
-use super::buffers::{Buffers, Next, Part};
+use super::buffers::{Buffers, Part};
 use super::config::TransformerConfig;
-use super::modulation::{BlockModulation, Modulations, Tables};
+use super::modulation::Tables;
+use super::times::{StepModulations, TimeLayers, Times, TokenCounts};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
@@ -30,40 +31,12 @@ const THETA: f64 = 10_000.0;
 pub struct Transformer {
     config: TransformerConfig,
     patches_in: Linear,
-    time: TwoLayers,
-    time_projection: Linear,
+    time: TimeLayers,
     text: TwoLayers,
-    tables: Tables,
     blocks: Vec<Block>,
-    /// Shift and scale of the last norm, `[1, 2, width]`, to which the time is added.
-    last_table: Tensor,
     last: Linear,
     /// Brings the blocks that are not on the card.
     stream: WeightStream,
-}
-
-/// Tokens of a pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TokenCounts {
-    /// Tokens of a picture that the film begins with, which are seen and not sampled.
-    pub first: usize,
-    /// Tokens that are sampled.
-    pub sampled: usize,
-}
-
-impl TokenCounts {
-    /// The number of all tokens.
-    pub fn all(&self) -> usize {
-        self.first + self.sampled
-    }
-}
-
-/// The embedded times of all steps, and zero after them.
-pub struct Times {
-    /// `[steps + 1, width]`.
-    embedded: Tensor,
-    /// `[steps + 1, 6 width]`.
-    projected: Tensor,
 }
 
 /// The keys and values of the texts of a batch in every block: the same in all steps.
@@ -73,10 +46,7 @@ pub struct Texts(Vec<KeysValues>);
 pub struct StepBuffers {
     buffers: Buffers,
     counts: TokenCounts,
-    /// Modulations of the sampled tokens, and of a picture's.
-    modulations: [Modulations; 2],
-    /// Shift and scale of the last norm, `[1, width]` each.
-    last: [Tensor; 2],
+    modulations: StepModulations,
     /// The latent with its condition in each row, `[1, sampled, 4 in_channels]`.
     conditioned: Option<Tensor>,
     /// The embedded picture that the film begins with, `[1, first, width]`.
@@ -114,23 +84,16 @@ impl Transformer {
         let (width, shape) = (config.width(), config.blocks());
         let names = (0..config.num_layers).map(|i| format!("blocks.{i}"));
         let read = || -> Result<_, MissingTensor> {
-            let embedder = |part: &str, inputs: usize, between| {
-                let name = format!("condition_embedder.{part}_embedder");
-                TwoLayers::new(tensors, &name, (inputs, width), between)
-            };
+            let text = "condition_embedder.text_embedder";
             let blocks = names.clone().map(|name| Block::new(tensors, &name, &shape));
-            let tables = names.clone().map(|name| format!("{name}.scale_shift_table"));
             let [t, h, w] = config.patch_size;
             let patches = tensors.shaped("patch_embedding.weight", &[width, config.in_channels, t, h, w])?;
             let transformer = Transformer {
                 // Replaced below.
                 patches_in: Linear::of(patches.clone(), None),
-                time: embedder("time", SINUSOIDS, Nonlinearity::Silu)?,
-                time_projection: Linear::new(tensors, "condition_embedder.time_proj", width, 6 * width)?,
-                text: embedder("text", config.text_dim, Nonlinearity::GeluTanh)?,
-                tables: Tables::new(tensors, tables, width)?,
+                time: TimeLayers::new(tensors, "", config.num_layers, width)?,
+                text: TwoLayers::new(tensors, text, (config.text_dim, width), Nonlinearity::GeluTanh)?,
                 blocks: blocks.collect::<Result<_, _>>()?,
-                last_table: tensors.shaped("scale_shift_table", &[1, 2, width])?,
                 last: Linear::new(tensors, "proj_out", width, config.token_width())?,
                 config: config.clone(),
                 stream: tensors.stream(),
@@ -151,14 +114,7 @@ impl Transformer {
     /// Errors of the device.
     pub fn times(&self, times: &[f32], (dtype, device): (DType, &Device)) -> Result<Times, StageError> {
         let all: Vec<f32> = times.iter().copied().chain([0.0]).collect();
-        let embedded = self.time.forward(&sinusoids(&all, SINUSOIDS, dtype, device)?)?;
-        let activated = embedded.zeros_like()?;
-        ops::copy_rows(&embedded, &activated)?;
-        ops::activate(&activated, Nonlinearity::Silu)?;
-        Ok(Times {
-            projected: self.time_projection.forward(&activated)?,
-            embedded,
-        })
+        Ok(self.time.times(&sinusoids(&all, SINUSOIDS, dtype, device)?)?)
     }
 
     /// The keys and values of the states of texts, `[batch, tokens, text_dim]`. `go_on` is called before every block.
@@ -210,15 +166,13 @@ impl Transformer {
         seen: Seen<'_>,
         (dtype, device): (DType, &Device),
     ) -> candle_core::Result<StepBuffers> {
-        let (on, width) = ((dtype, device), self.config.width());
+        let on = (dtype, device);
         let layers = self.blocks.iter().flat_map(Block::layers).chain([&self.last]);
-        let vector = || Tensor::zeros((1, width), dtype, device);
         let shape = (batch, counts.sampled, self.config.token_width());
         Ok(StepBuffers {
             buffers: Buffers::new(self.config.blocks(), (batch, counts.all()), layers, on)?,
             counts,
-            modulations: [self.tables.modulations(on)?, self.tables.modulations(on)?],
-            last: [vector()?, vector()?],
+            modulations: self.time.modulations(counts, on)?,
             conditioned: match seen {
                 Seen::Conditioned(condition) => {
                     let (own, all) = (self.config.token_width(), 4 * self.config.in_channels);
@@ -250,29 +204,12 @@ impl Transformer {
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<&'a Tensor, StageError> {
         let (buffers, counts) = (&step_buffers.buffers, step_buffers.counts);
-        self.set_time(times, step, step_buffers)?;
-        let [of_sampled, of_first] = &step_buffers.modulations;
-        let sampled = buffers.part(counts.first, counts.sampled)?;
-        self.embed(latent, &sampled, step_buffers)?;
-        let whole = buffers.whole()?;
-        let (parts, of_parts) = match counts.first {
-            0 => (vec![sampled], vec![of_sampled]),
-            first => (vec![buffers.part(0, first)?, sampled], vec![of_first, of_sampled]),
-        };
-        let rows = &whole.branch;
-        let of_block = |number: usize| -> candle_core::Result<Vec<BlockModulation>> {
-            of_parts.iter().map(|all| all.of_block(number)).collect()
-        };
-        let firsts = |number: usize| -> candle_core::Result<Vec<Next<'_>>> {
-            match self.blocks.get(number) {
-                Some(block) => {
-                    let modulations = of_block(number)?;
-                    modulations.iter().map(|each| block.first(each, rows)).collect()
-                }
-                None => Ok(of_parts.iter().map(|_| step_buffers.last_norm()).collect()),
-            }
-        };
-        for (part, next) in parts.iter().zip(firsts(0)?) {
+        let modulations = &step_buffers.modulations;
+        self.time.set(modulations, times, step)?;
+        self.embed(latent, &buffers.part(counts.first, counts.sampled)?, step_buffers)?;
+        let (parts, whole) = (counts.parts(buffers)?, buffers.whole()?);
+        let norms = |number: usize| modulations.norms(number, self.blocks.get(number), &whole.branch);
+        for (part, next) in parts.iter().zip(norms(0)?) {
             part.enter(&next)?;
         }
         for (number, (block, text)) in self.blocks.iter().zip(&texts.0).enumerate() {
@@ -280,10 +217,10 @@ impl Transformer {
             self.stream.enter(BlockPlace::each_pass(number))?;
             block.forward(
                 (&parts, &whole),
-                &of_block(number)?,
+                &modulations.of_block(number)?,
                 text,
                 rotations,
-                &firsts(number + 1)?,
+                &norms(number + 1)?,
                 buffers.scratch(),
             )?;
         }
@@ -292,23 +229,6 @@ impl Transformer {
         self.last
             .forward_into(normed, Epilogue::None, velocity, buffers.scratch())?;
         Ok(velocity)
-    }
-
-    /// Sets the modulations to those of a step.
-    fn set_time(&self, times: &Times, step: usize, buffers: &StepBuffers) -> candle_core::Result<()> {
-        let [of_sampled, of_first] = &buffers.modulations;
-        self.tables
-            .set(of_sampled, &times.projected.narrow(0, step, 1)?)?;
-        if buffers.counts.first > 0 {
-            let zero = times.projected.dim(0)? - 1;
-            self.tables.set(of_first, &times.projected.narrow(0, zero, 1)?)?;
-        }
-        let time = times.embedded.narrow(0, step, 1)?;
-        for (part, vector) in buffers.last.iter().enumerate() {
-            ops::copy_rows(&self.last_table.narrow(1, part, 1)?.squeeze(0)?, vector)?;
-            ops::add_residual(vector, &time, None)?;
-        }
-        Ok(())
     }
 
     /// Embeds the latent, and the picture before it, for each item of the batch.
@@ -331,18 +251,6 @@ impl Transformer {
             }
         }
         Ok(())
-    }
-}
-
-impl StepBuffers {
-    /// The norm before the last layer.
-    fn last_norm(&self) -> Next<'_> {
-        let [shift, scale] = &self.last;
-        Next {
-            affine: None,
-            modulation: Some((shift.clone(), scale.clone())),
-            as_codes: false,
-        }
     }
 }
 
