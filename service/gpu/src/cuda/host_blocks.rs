@@ -42,6 +42,13 @@ pub(super) struct HostRun {
 // SAFETY: an address of pinned memory, which only the card reads.
 unsafe impl Send for HostRun {}
 
+/// A copy of a run of bytes to the card.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RunTo {
+    pub(super) run: HostRun,
+    pub(super) to: sys::CUdeviceptr,
+}
+
 /// The tensors of streamed blocks.
 #[derive(Debug, Default)]
 pub(super) struct HostBlocks {
@@ -49,23 +56,17 @@ pub(super) struct HostBlocks {
     /// Pinned copies, by tensor.
     copies: HashMap<usize, PinnedCopy>,
     /// The memory of all copies.
-    regions: Vec<Arc<PinnedRegion>>,
+    regions: Vec<PinnedRegion>,
     /// Cells of files that a stage registers when it comes to them.
     promised: HashMap<Arc<Path>, BTreeSet<u64>>,
 }
 
 /// A copy of a tensor, in pinned memory of several.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 struct PinnedCopy {
-    region: Arc<PinnedRegion>,
+    /// Index of its memory.
+    region: usize,
     offset: usize,
-}
-
-impl PinnedCopy {
-    fn address(&self) -> NonNull<u8> {
-        // SAFETY: the offset is within the region.
-        unsafe { self.region.address().add(self.offset) }
-    }
 }
 
 /// Memory for pinned copies of tensors, which is there and not pinned yet.
@@ -76,14 +77,23 @@ pub(super) struct RoomForCopies {
 }
 
 impl HostBlocks {
-    /// The runs of bytes of a tensor that is held, in order.
-    pub(super) fn runs(&self, tensor: usize, source: &TensorSource) -> Vec<HostRun> {
+    /// The runs of bytes of a tensor that is held, in order, each with its place on the card, of which the first is `to`.
+    pub(super) fn runs(&self, tensor: usize, source: &TensorSource, mut to: sys::CUdeviceptr) -> Vec<RunTo> {
+        let mut placed = Vec::new();
+        for run in self.runs_held(tensor, source) {
+            placed.push(RunTo { run, to });
+            to += run.length as u64;
+        }
+        placed
+    }
+
+    fn runs_held(&self, tensor: usize, source: &TensorSource) -> Vec<HostRun> {
         if !self.has(tensor, source) {
             return Vec::new();
         }
-        if let Some(copy) = self.copies.get(&tensor) {
+        if let Some(copy) = self.copy_of(tensor) {
             return vec![HostRun {
-                from: copy.address().as_ptr().cast::<c_void>().cast_const(),
+                from: copy.as_ptr().cast::<c_void>().cast_const(),
                 length: source.bytes_on_card().0 as usize,
             }];
         }
@@ -117,7 +127,7 @@ impl HostBlocks {
     /// # Errors
     /// Those of `make_room`, but for [`LoadError::HostMemory`].
     pub(super) fn fit<'t>(
-        &mut self,
+        &self,
         tensors: &'t [usize],
         sources: &[TensorSource],
         mut make_room: impl FnMut(Bytes) -> Result<(), LoadError>,
@@ -158,10 +168,7 @@ impl HostBlocks {
             }
             for piece in &source.pieces {
                 if let SourcePiece::File { file, range } = piece {
-                    let registered = self.files.get(file).map(|mapped| &mapped.cells);
-                    let held = [registered, self.promised.get(file)];
-                    let is_new = |cell: &u64| held.iter().flatten().all(|held| !held.contains(cell));
-                    let new = cells_of(*range).filter(is_new);
+                    let new = cells_of(*range).filter(|cell| !self.has_room_for(file, *cell));
                     cells.extend(new.map(|cell| (&**file, cell)));
                 }
             }
@@ -198,7 +205,7 @@ impl HostBlocks {
 
     /// Holds these tensors, for which there is room and which are [prepared](HostBlocks::prepare), and those that it has already: blocks
     /// that come back to the card are streamed again when it is short of memory. Returns those whose copies are to be filled. What lies in
-    /// files may be left to the stage that comes next ([`HostBlocks::hold_promised`]); it counts as held from now on.
+    /// files may be left to the stage that comes next ([`HostBlocks::register`]); it counts as held from now on.
     ///
     /// # Errors
     /// [`LoadError::HostMemory`].
@@ -232,21 +239,21 @@ impl HostBlocks {
         Ok(missing)
     }
 
-    /// Whether a tensor is left to a stage ([`HostBlocks::hold_promised`]).
+    /// Whether all bytes of a tensor that is not held yet are left to a stage ([`HostBlocks::register`]): what is not in registered pages
+    /// already has its room in the budget. One that only shares a cell with such a tensor has none.
     pub(super) fn has_promised(&self, source: &TensorSource) -> bool {
         let is_promised = |piece: &SourcePiece| match piece {
-            SourcePiece::File { file, range } => {
-                let promised = self.promised.get(file);
-                promised.is_some_and(|promised| cells_of(*range).any(|cell| promised.contains(&cell)))
-            }
+            SourcePiece::File { file, range } => cells_of(*range).all(|cell| self.has_room_for(file, cell)),
             SourcePiece::Inline(_) => false,
         };
-        is_as_stored(source) && source.pieces.iter().any(is_promised)
+        is_as_stored(source) && source.pieces.iter().all(is_promised)
     }
 
-    /// Registers the pages of tensors that were left to a stage. False if the driver refuses: they are not held then.
-    pub(super) fn hold_promised<'s>(&mut self, sources: impl Iterator<Item = &'s TensorSource>) -> bool {
-        self.register(sources)
+    /// Whether a cell of a file is registered, or left to a stage.
+    fn has_room_for(&self, file: &Path, cell: u64) -> bool {
+        let registered = self.files.get(file).map(|mapped| &mapped.cells);
+        let held = [registered, self.promised.get(file)];
+        held.iter().flatten().any(|held| held.contains(&cell))
     }
 
     /// Forgets what was left to a stage that has not come to it.
@@ -254,7 +261,8 @@ impl HostBlocks {
         self.promised.clear();
     }
 
-    fn register<'s>(&mut self, sources: impl Iterator<Item = &'s TensorSource>) -> bool {
+    /// Registers the pages of tensors, also of those that were left to a stage. False if the driver refuses: they are not held then.
+    pub(super) fn register<'s>(&mut self, sources: impl Iterator<Item = &'s TensorSource>) -> bool {
         let mut is_registered = true;
         for (file, cells) in mapped_cells(sources) {
             if let Some(promised) = self.promised.get_mut(&file) {
@@ -273,24 +281,26 @@ impl HostBlocks {
             return Ok(Vec::new());
         };
         let needed = Bytes(memory.length() as u64);
-        let region = Arc::new(memory.pinned().ok_or(LoadError::HostMemory {
+        let pinned = memory.pinned().ok_or(LoadError::HostMemory {
             needed,
             available: Bytes::ZERO,
-        })?);
-        self.regions.push(Arc::clone(&region));
-        for (tensor, offset) in &places {
-            let copy = PinnedCopy {
-                region: Arc::clone(&region),
-                offset: *offset,
-            };
-            self.copies.insert(*tensor, copy);
-        }
+        })?;
+        let region = self.regions.len();
+        self.regions.push(pinned);
+        let copies = places.iter().map(|(tensor, offset)| {
+            let offset = *offset;
+            (*tensor, PinnedCopy { region, offset })
+        });
+        self.copies.extend(copies);
         Ok(places.into_iter().map(|(tensor, _)| tensor).collect())
     }
 
     /// The address of a tensor's pinned copy.
     pub(super) fn copy_of(&self, tensor: usize) -> Option<NonNull<u8>> {
-        self.copies.get(&tensor).map(PinnedCopy::address)
+        let copy = self.copies.get(&tensor)?;
+        let region = self.regions.get(copy.region)?;
+        // SAFETY: the offset is within the region.
+        Some(unsafe { region.address().add(copy.offset) })
     }
 }
 

@@ -32,7 +32,7 @@ use crate::host_tier::HostTier;
 use crate::load::{LoadError, LoadPlan, LoadProgress, TensorSource};
 use crate::nvml::NvmlCard;
 use crate::profile::MemoryProfile;
-use crate::reader;
+use crate::reader::{self, Progress};
 use crate::tensors::{ComponentTensors, Pinning};
 use crate::timeline::Timeline;
 use parted::{KeptBlocks, PartedComponent};
@@ -75,7 +75,6 @@ pub(crate) struct CudaCard {
     /// Blocks of those that left the card.
     host: HostTier<KeptBlocks>,
     nvml: NvmlCard,
-    context_bytes: Bytes,
     /// Bytes of the context when the card was opened.
     context_at_start: Bytes,
     /// The last readings of it.
@@ -244,7 +243,6 @@ impl CudaCard {
             parted: HashMap::new(),
             host: HostTier::default(),
             nvml,
-            context_bytes: Bytes::ZERO,
             context_at_start: Bytes::ZERO,
             context_readings: [Bytes::ZERO; 3],
             stage_baseline: Bytes::ZERO,
@@ -258,12 +256,11 @@ impl CudaCard {
             .map_err(|e| GpuError::Lost(e.to_string()))?
             .free;
         let pools = card.pools()?;
-        card.context_bytes = (free_before - free_now) - pools.reserved();
-        card.context_at_start = card.context_bytes;
+        card.context_at_start = (free_before - free_now) - pools.reserved();
         let total = card.driver_memory()?.1;
         card.description.total = card.limit.map_or(total, |limit| total.min(limit));
         tracing::info!(
-            card = card.description.id, context = %card.context_bytes, pinned = %card.staging().bytes(), %profile,
+            card = card.description.id, context = %card.context_bytes(), pinned = %card.staging().bytes(), %profile,
             link = card.speeds.link.map_or(0, |link| link.0), flops = card.speeds.flops.unwrap_or(0), "the card is open"
         );
         timeline.part("measure the context");
@@ -323,24 +320,30 @@ impl CudaCard {
         let (free, total) = self.driver_memory()?;
         let besides = total - free - pools.reserved();
         let own = self.nvml.own_bytes().map(|own| own - pools.reserved());
+        let before = self.context_bytes();
         let measured = match own {
             Some(own) => own.min(besides),
-            None if may_have_grown && besides - self.context_bytes <= CONTEXT_GROWTH => besides,
-            None => self.context_bytes.min(besides),
+            None if may_have_grown && besides - before <= CONTEXT_GROWTH => besides,
+            None => before.min(besides),
         };
-        // Pools and NVML are read one after the other, and NVML may be late: a single reading may be half a gigabyte off. Code that is
-        // loaded stays, so the largest of some readings counts.
         self.context_readings.rotate_right(1);
         self.context_readings[0] = measured;
-        let largest = self.context_readings.iter().copied().max().unwrap_or(measured);
-        let context = largest.max(self.context_at_start);
-        if context != self.context_bytes || measured != context {
+        let context = self.context_bytes();
+        if context != before || measured != context {
             tracing::debug!(
                 %context, %measured, %besides, ?own, reserved = %pools.reserved(), "memory of the context"
             );
         }
-        self.context_bytes = context;
         Ok(())
+    }
+
+    /// Memory of the context. Pools and NVML are read one after the other, and a single reading may be half a gigabyte too low. Code that is
+    /// loaded stays, so the largest of some readings counts.
+    fn context_bytes(&self) -> Bytes {
+        self.context_readings
+            .iter()
+            .copied()
+            .fold(self.context_at_start, Bytes::max)
     }
 
     fn free_all(&mut self, allocations: &[Allocation<'_>], pool: Pool) -> Result<(), GpuError> {
@@ -351,6 +354,89 @@ impl CudaCard {
         }
         let done = self.stream.synchronize().and_then(|()| pool.trim());
         self.latch(done)
+    }
+
+    /// Loads a component, and returns the bytes that are left to the first pass over it.
+    fn bring(
+        &mut self,
+        component: &Component,
+        plan: &LoadPlan,
+        part: Part,
+        arrival: Arrival,
+        progress: Progress<'_>,
+    ) -> Result<Bytes, LoadError> {
+        let mut timeline = Timeline::begin("load");
+        let gone = |error: GpuError| LoadError::Lost(error.to_string());
+        self.check_alive().map_err(gone)?;
+        let sources = plan.files()?;
+        if self.held.contains_key(&component.id) || self.parted.contains_key(&component.id) {
+            return Err(LoadError::Unsupported(format!(
+                "component {} is already there",
+                component.id
+            )));
+        }
+        if !plan.parts().sizes().is_empty() {
+            return self.load_parted(component, plan, part, arrival, progress);
+        }
+        let booked = plan.bytes();
+        let files = reader::open(sources)?;
+        reader::report_progress(progress, Bytes::ZERO, booked)?;
+        // Temporary memory of this load, out of the planned headroom: a load that quantizes works with the free memory.
+        let needed = booked + self.staging().min_workspace(sources)?;
+        let free = self.free()?;
+        if needed > free {
+            return Err(LoadError::OutOfMemory { needed, free });
+        }
+        let room = free - booked - POOL_ROUNDING;
+        let pool = Pool::new(&self.context);
+        let pool = self.latch(pool).map_err(gone)?;
+        timeline.part("open files, make a pool");
+        let mut made = Vec::with_capacity(sources.len());
+        let loaded = self.staging().load(
+            Reading {
+                sources,
+                files: &files,
+                memory: &pool,
+            },
+            &mut made,
+            room,
+            progress,
+        );
+        timeline.part("read and copy");
+        let outcome = loaded
+            .and_then(|()| reader::check_unchanged(&files))
+            .and_then(|()| reader::report_progress(progress, booked, booked))
+            .and_then(|()| self.tensors_of(&made));
+        timeline.part("check files, make tensors");
+        match outcome {
+            Ok(tensors) => {
+                let trimmed = pool.trim();
+                self.latch(trimmed).map_err(gone)?;
+                let named = |a: &Allocation<'_>| (a.source.name.clone(), a.pointer);
+                self.held.insert(
+                    component.id.clone(),
+                    CudaComponent {
+                        tensors: Arc::new(tensors),
+                        addresses: made.iter().map(named).collect(),
+                        pool,
+                        booked,
+                    },
+                );
+                timeline.part("trim");
+                timeline.end();
+                Ok(Bytes::ZERO)
+            }
+            Err(LoadError::Lost(why)) => {
+                // Nothing of a lost card may be touched, not even to free it.
+                std::mem::forget(pool);
+                self.lost.get_or_insert_with(|| why.clone());
+                Err(LoadError::Lost(why))
+            }
+            Err(error) => {
+                self.free_all(&made, pool).map_err(gone)?;
+                Err(error)
+            }
+        }
     }
 
     /// Makes tensors of filled allocations.
@@ -409,7 +495,7 @@ impl Gpu for CudaCard {
         let pools = self.pools()?;
         let (free, total) = self.driver_memory()?;
         let besides = total - free - pools.reserved();
-        let context = self.context_bytes.min(besides);
+        let context = self.context_bytes().min(besides);
         let truth = DriverTruth {
             total,
             free,
@@ -435,80 +521,8 @@ impl Gpu for CudaCard {
         part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
-        let mut timeline = Timeline::begin("load");
-        let gone = |error: GpuError| LoadError::Lost(error.to_string());
-        self.check_alive().map_err(gone)?;
-        let sources = plan.files()?;
-        if self.held.contains_key(&component.id) || self.parted.contains_key(&component.id) {
-            return Err(LoadError::Unsupported(format!(
-                "component {} is already there",
-                component.id
-            )));
-        }
-        if !plan.parts().sizes().is_empty() {
-            return self
-                .load_parted(component, plan, part, Arrival::Now, progress)
-                .map(|_| ());
-        }
-        let booked = plan.bytes();
-        let files = reader::open(sources)?;
-        reader::report_progress(progress, Bytes::ZERO, booked)?;
-        // Temporary memory of this load, out of the planned headroom: a load that quantizes works with the free memory.
-        let needed = booked + self.staging().min_workspace(sources)?;
-        let free = self.free()?;
-        if needed > free {
-            return Err(LoadError::OutOfMemory { needed, free });
-        }
-        let room = free - booked - POOL_ROUNDING;
-        let pool = Pool::new(&self.context);
-        let pool = self.latch(pool).map_err(gone)?;
-        timeline.part("open files, make a pool");
-        let mut made = Vec::with_capacity(sources.len());
-        let loaded = self.staging().load(
-            Reading {
-                sources,
-                files: &files,
-                memory: &pool,
-            },
-            &mut made,
-            room,
-            progress,
-        );
-        timeline.part("read and copy");
-        let outcome = loaded
-            .and_then(|()| reader::check_unchanged(&files))
-            .and_then(|()| reader::report_progress(progress, booked, booked))
-            .and_then(|()| self.tensors_of(&made));
-        timeline.part("check files, make tensors");
-        match outcome {
-            Ok(tensors) => {
-                let trimmed = pool.trim();
-                self.latch(trimmed).map_err(gone)?;
-                let named = |a: &Allocation<'_>| (a.source.name.clone(), a.pointer);
-                self.held.insert(
-                    component.id.clone(),
-                    CudaComponent {
-                        tensors: Arc::new(tensors),
-                        addresses: made.iter().map(named).collect(),
-                        pool,
-                        booked,
-                    },
-                );
-                timeline.part("trim");
-                timeline.end();
-                Ok(())
-            }
-            Err(LoadError::Lost(why)) => {
-                // Nothing of a lost card may be touched, not even to free it.
-                std::mem::forget(pool);
-                self.lost.get_or_insert_with(|| why.clone());
-                Err(LoadError::Lost(why))
-            }
-            Err(error) => {
-                self.free_all(&made, pool).map_err(gone)?;
-                Err(error)
-            }
-        }
+        self.bring(component, plan, part, Arrival::Now, progress)
+            .map(|_| ())
     }
 
     fn load_for_a_stage(
@@ -518,13 +532,7 @@ impl Gpu for CudaCard {
         part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<Bytes, LoadError> {
-        let is_there = self.held.contains_key(&component.id) || self.parted.contains_key(&component.id);
-        if is_there || plan.parts().sizes().is_empty() {
-            return self.load(component, plan, part, progress).map(|()| Bytes::ZERO);
-        }
-        self.check_alive()
-            .map_err(|error| LoadError::Lost(error.to_string()))?;
-        self.load_parted(component, plan, part, Arrival::WithFirstPass, progress)
+        self.bring(component, plan, part, Arrival::WithFirstPass, progress)
     }
 
     fn has_unread(&self, id: &ComponentId) -> bool {

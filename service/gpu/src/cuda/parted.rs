@@ -10,12 +10,12 @@ use std::time::Instant;
 use cudarc::driver::{CudaEvent, DriverError, sys};
 use residency::{Bytes, Component, HostMemory, HostShare, Part};
 
-use super::host_blocks::{self, HostBlocks};
+use super::host_blocks::{self, HostBlocks, RunTo};
 use super::placer::Places;
 use super::pool::is_out_of_memory;
 use super::region::Region;
 use super::staging::{Reading, Staging, Temporary, lost};
-use super::streaming::{CudaWeightStream, FileSource, ReadTo, RunTo, Runs, Unowned};
+use super::streaming::{CudaWeightStream, FileSource, ReadTo, Runs, Unowned};
 use super::{CudaCard, POOL_ROUNDING, tensor_at};
 use crate::blocks::{ALIGNMENT, BlockPlace, Placement, RING_BLOCKS, StreamedBlock, Uses};
 use crate::card::{Arrival, GpuError, Unloaded};
@@ -513,15 +513,14 @@ impl CudaCard {
         host: &HostBlocks,
         tensor: usize,
         source: &TensorSource,
-        mut to: sys::CUdeviceptr,
+        to: sys::CUdeviceptr,
     ) -> Result<(), LoadError> {
-        for run in host.runs(tensor, source) {
+        for RunTo { run, to } in host.runs(tensor, source, to) {
             // SAFETY: pinned memory of the component, and a place of as many bytes; both outlive the copy, which the caller waits
             // for.
             unsafe { sys::cuMemcpyHtoDAsync_v2(to, run.from, run.length, self.copies.cu_stream()) }
                 .result()
                 .map_err(lost)?;
-            to += run.length as u64;
         }
         Ok(())
     }
@@ -587,11 +586,8 @@ impl CudaCard {
             let mut runs = Runs::default();
             for (tensor, _) in &block.tensors {
                 let source = &sources[*tensor];
-                let mut to = addresses.get(tensor).copied().unwrap_or_default();
-                for run in host.runs(*tensor, source) {
-                    runs.on_host.push(RunTo { run, to });
-                    to += run.length as u64;
-                }
+                let to = addresses.get(tensor).copied().unwrap_or_default();
+                runs.on_host.extend(host.runs(*tensor, source, to));
                 if !host.has(*tensor, source) {
                     let read = ReadTo {
                         tensor: *tensor,

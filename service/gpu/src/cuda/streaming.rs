@@ -9,7 +9,7 @@ use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
 use residency::Bytes;
 
-use super::host_blocks::{HostBlocks, HostRun};
+use super::host_blocks::{HostBlocks, RunTo};
 use super::placer::Places;
 use super::staging::{Reading, Staging, lost};
 use crate::blocks::{BlockPlace, StreamedBlock};
@@ -17,13 +17,6 @@ use crate::load::{LoadError, TensorSource};
 use crate::reader::{self, OpenFiles};
 use crate::schedule::Schedule;
 use crate::tensors::{Owner, Streams};
-
-/// A copy of a run of bytes to the card.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct RunTo {
-    pub(super) run: HostRun,
-    pub(super) to: sys::CUdeviceptr,
-}
 
 /// A tensor that is read from its files, and its place on the card.
 #[derive(Clone, Debug)]
@@ -55,19 +48,15 @@ impl Runs {
         }
         let promised = std::mem::take(&mut self.promised);
         let mut host = host.lock().unwrap_or_else(PoisonError::into_inner);
-        if !host.hold_promised(promised.iter().map(|tensor| &tensor.source)) {
+        if !host.register(promised.iter().map(|tensor| &tensor.source)) {
             tracing::info!(
                 "pages of files cannot be registered with the driver: blocks are read from their files"
             );
             self.read.extend(promised);
             return;
         }
-        for ReadTo { tensor, source, to } in promised {
-            let mut to = to;
-            for run in host.runs(tensor, &source) {
-                self.on_host.push(RunTo { run, to });
-                to += run.length as u64;
-            }
+        for ReadTo { tensor, source, to } in &promised {
+            self.on_host.extend(host.runs(*tensor, source, *to));
         }
     }
 
