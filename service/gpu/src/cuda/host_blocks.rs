@@ -58,7 +58,7 @@ pub(super) struct HostBlocks {
     /// The memory of all copies.
     regions: Vec<PinnedRegion>,
     /// Cells of files that a stage registers when it comes to them.
-    promised: HashMap<Arc<Path>, BTreeSet<u64>>,
+    deferred: HashMap<Arc<Path>, BTreeSet<u64>>,
 }
 
 /// A copy of a tensor, in pinned memory of several.
@@ -222,13 +222,13 @@ impl HostBlocks {
             for (file, mut cells) in mapped_cells(of_files()) {
                 if let Some(mapped) = self.files.get(&file) {
                     cells.retain(|cell| !mapped.cells.contains(cell));
-                    self.promised.entry(file).or_default().extend(cells);
+                    self.deferred.entry(file).or_default().extend(cells);
                 }
             }
             return Ok(missing);
         }
         // What was left to a stage is among these tensors, or is not streamed any more.
-        self.promised.clear();
+        self.deferred.clear();
         if !self.register(of_files()) {
             tracing::info!("pages of files cannot be registered with the driver: blocks have pinned copies");
             self.files.clear();
@@ -241,32 +241,32 @@ impl HostBlocks {
 
     /// Whether all bytes of a tensor that is not held yet are left to a stage ([`HostBlocks::register`]): what is not in registered pages
     /// already has its room in the budget. One that only shares a cell with such a tensor has none.
-    pub(super) fn has_promised(&self, source: &TensorSource) -> bool {
-        let is_promised = |piece: &SourcePiece| match piece {
+    pub(super) fn is_deferred(&self, source: &TensorSource) -> bool {
+        let has_room = |piece: &SourcePiece| match piece {
             SourcePiece::File { file, range } => cells_of(*range).all(|cell| self.has_room_for(file, cell)),
             SourcePiece::Inline(_) => false,
         };
-        is_as_stored(source) && source.pieces.iter().all(is_promised)
+        is_as_stored(source) && source.pieces.iter().all(has_room)
     }
 
     /// Whether a cell of a file is registered, or left to a stage.
     fn has_room_for(&self, file: &Path, cell: u64) -> bool {
         let registered = self.files.get(file).map(|mapped| &mapped.cells);
-        let held = [registered, self.promised.get(file)];
+        let held = [registered, self.deferred.get(file)];
         held.iter().flatten().any(|held| held.contains(&cell))
     }
 
     /// Forgets what was left to a stage that has not come to it.
-    pub(super) fn forget_promised(&mut self) {
-        self.promised.clear();
+    pub(super) fn forget_deferred(&mut self) {
+        self.deferred.clear();
     }
 
     /// Registers the pages of tensors, also of those that were left to a stage. False if the driver refuses: they are not held then.
     pub(super) fn register<'s>(&mut self, sources: impl Iterator<Item = &'s TensorSource>) -> bool {
         let mut is_registered = true;
         for (file, cells) in mapped_cells(sources) {
-            if let Some(promised) = self.promised.get_mut(&file) {
-                promised.retain(|cell| !cells.contains(cell));
+            if let Some(deferred) = self.deferred.get_mut(&file) {
+                deferred.retain(|cell| !cells.contains(cell));
             }
             if let Some(mapped) = self.files.get_mut(&file) {
                 is_registered &= mapped.register(&cells);
@@ -342,11 +342,11 @@ fn mapped_cells<'s>(sources: impl Iterator<Item = &'s TensorSource>) -> HashMap<
 impl HoldsMemory for HostBlocks {
     /// Bytes of the machine's memory that cannot be taken from it: registered pages and copies.
     fn bytes(&self) -> Bytes {
-        let promised = self.promised.iter().filter_map(|(file, cells)| {
+        let deferred = self.deferred.iter().filter_map(|(file, cells)| {
             let mapped = self.files.get(file)?;
             Some(cells.iter().map(|cell| mapped.cell(*cell).1 as u64).sum::<u64>())
         });
-        let cells: u64 = self.files.values().map(MappedFile::registered).sum::<u64>() + promised.sum::<u64>();
+        let cells: u64 = self.files.values().map(MappedFile::registered).sum::<u64>() + deferred.sum::<u64>();
         let copies: u64 = self.regions.iter().map(|region| region.length() as u64).sum();
         Bytes(cells + copies)
     }

@@ -357,7 +357,7 @@ impl CudaCard {
     }
 
     /// Loads a component, and returns the bytes that are left to the first pass over it.
-    fn bring(
+    fn load_component(
         &mut self,
         component: &Component,
         plan: &LoadPlan,
@@ -521,7 +521,7 @@ impl Gpu for CudaCard {
         part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError> {
-        self.bring(component, plan, part, Arrival::Now, progress)
+        self.load_component(component, plan, part, Arrival::Now, progress)
             .map(|_| ())
     }
 
@@ -532,7 +532,7 @@ impl Gpu for CudaCard {
         part: Part,
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<Bytes, LoadError> {
-        self.bring(component, plan, part, Arrival::WithFirstPass, progress)
+        self.load_component(component, plan, part, Arrival::WithFirstPass, progress)
     }
 
     fn has_unread(&self, id: &ComponentId) -> bool {

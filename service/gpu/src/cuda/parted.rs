@@ -594,8 +594,8 @@ impl CudaCard {
                         source: source.clone(),
                         to,
                     };
-                    match host.has_promised(source) {
-                        true => runs.promised.push(read),
+                    match host.is_deferred(source) {
+                        true => runs.deferred.push(read),
                         false => runs.read.push(read),
                     }
                 }
@@ -762,7 +762,7 @@ impl CudaCard {
         let closed = region.close();
         self.latch(closed)?;
         timeline.part("free the memory");
-        locked(&host).forget_promised();
+        locked(&host).forget_deferred();
         let in_use = self.in_use_on_host();
         self.host.keep(
             id.clone(),

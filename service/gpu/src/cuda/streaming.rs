@@ -34,35 +34,35 @@ pub(super) struct Runs {
     pub(super) on_host: Vec<RunTo>,
     /// Tensors that are held nowhere.
     pub(super) read: Vec<ReadTo>,
-    /// Tensors that are to be held. They are read when a stage first comes to them, so that a first pass waits for no registration, and
-    /// held when it comes again.
-    pub(super) promised: Vec<ReadTo>,
-    has_come: bool,
+    /// Tensors that are to be held. The first copy is read from the files, so that a first pass waits for no registration; the second
+    /// registers their pages.
+    pub(super) deferred: Vec<ReadTo>,
+    was_read: bool,
 }
 
 impl Runs {
-    /// A stage comes to the block: what it came to before is held from now on.
-    fn come(&mut self, host: &Mutex<HostBlocks>) {
-        if !std::mem::replace(&mut self.has_come, true) || self.promised.is_empty() {
+    /// Called before each copy of the block. From the second on, what was deferred is held.
+    fn begin_copy(&mut self, host: &Mutex<HostBlocks>) {
+        if !std::mem::replace(&mut self.was_read, true) || self.deferred.is_empty() {
             return;
         }
-        let promised = std::mem::take(&mut self.promised);
+        let deferred = std::mem::take(&mut self.deferred);
         let mut host = host.lock().unwrap_or_else(PoisonError::into_inner);
-        if !host.register(promised.iter().map(|tensor| &tensor.source)) {
+        if !host.register(deferred.iter().map(|tensor| &tensor.source)) {
             tracing::info!(
                 "pages of files cannot be registered with the driver: blocks are read from their files"
             );
-            self.read.extend(promised);
+            self.read.extend(deferred);
             return;
         }
-        for ReadTo { tensor, source, to } in &promised {
+        for ReadTo { tensor, source, to } in &deferred {
             self.on_host.extend(host.runs(*tensor, source, *to));
         }
     }
 
     /// What is read now.
     fn to_read(&self) -> Vec<&ReadTo> {
-        self.read.iter().chain(&self.promised).collect()
+        self.read.iter().chain(&self.deferred).collect()
     }
 }
 
@@ -195,7 +195,7 @@ impl CudaWeightStream {
         let turn = state.schedule.enter(index);
         for copy in &turn.copies {
             if let Some(block) = state.blocks.get_mut(copy.block) {
-                block.runs.come(&self.host);
+                block.runs.begin_copy(&self.host);
             }
         }
         let blocks = &state.blocks;
