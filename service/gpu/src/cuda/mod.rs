@@ -671,6 +671,14 @@ impl Gpu for CudaCard {
         Ok(least)
     }
 
+    fn reserve_scratch(&mut self, bytes: Bytes) -> Result<(), GpuError> {
+        self.check_alive()?;
+        // Until it is synchronized, what was freed counts as used.
+        let mapped = self.activations.map(bytes.0, &self.stream);
+        let mapped = mapped.and_then(|()| self.stream.synchronize());
+        self.latch(mapped)
+    }
+
     fn begin_stage(&mut self) {
         let began = self
             .activations
@@ -682,6 +690,7 @@ impl Gpu for CudaCard {
     fn stage_peak(&mut self) -> Bytes {
         let peak = self.stream.synchronize().and_then(|()| self.activations.peak());
         let peak = self.latch(peak).unwrap_or(self.stage_baseline);
+        self.log_stage_peak(peak);
         if let Err(error) = self.measure_context(true) {
             tracing::warn!(%error, "the size of the context is not known");
         }
@@ -704,6 +713,15 @@ impl Gpu for CudaCard {
 }
 
 impl CudaCard {
+    fn log_stage_peak(&self, peak: Bytes) {
+        if let (Ok(pools), Ok(reserved)) = (self.pools(), self.activations.reserved_peak()) {
+            tracing::debug!(
+                %peak, %reserved, reserved_now = %pools.scratch_reserved, components = %pools.components_reserved,
+                workspaces = %pools.workspaces, context = %self.context_bytes(), "peak of the activations' pool"
+            );
+        }
+    }
+
     /// Writes to an unmapped address, as a faulty kernel does. Everything on the card fails afterwards.
     fn poison(&mut self) -> candle_core::Result<()> {
         const KERNEL: &str = "
