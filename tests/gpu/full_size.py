@@ -388,6 +388,7 @@ def tell_left(
     again: Sequence[Job],
     mixed: Callable[[int], Job],
     what: str,
+    of_what: str = "",
 ) -> None:
     """Tells what is left on the card when everything is unloaded: after jobs, and after 50 mixed ones.
 
@@ -407,9 +408,9 @@ def tell_left(
     served.client.wait_until_ready(60)
     idle = settled(used)
     before = after(*first)
-    tell("code and context that a first film leaves", (before - idle) / 2**20, "MiB")
+    tell(f"code and context that a first film leaves{of_what}", (before - idle) / 2**20, "MiB")
     left = max(after(first[0]) - before for _ in range(3))
-    tell("bytes left after a film and unloading", left, "bytes", who="moored")
+    tell(f"bytes left after a film and unloading{of_what}", left, "bytes", who="moored")
     for job in again:
         before = after(job)
     began = time.perf_counter()

@@ -285,14 +285,14 @@ def film(
     steps: int,
     **options: Any,
 ) -> Any:
-    """A film without guidance, of which a step is one pass; `name` may end with a space and a format."""
+    """A film without guidance, of which a step is one pass; `name` may end with ` FORMAT`."""
     import moored
 
     name, _, quantized = name.partition(" ")
     formats = {part: quantized for part in parts_of(name)} if quantized else {}
     return served.client.generate_video(
         options.pop("prompt", PROMPT),
-        model=moored.ModelRef(name, formats=formats),
+        model=moored.ModelRef(name, formats=formats) if formats else name,
         width=size[0],
         height=size[1],
         frames=frames,
