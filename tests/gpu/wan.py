@@ -134,18 +134,18 @@ def make(work: Path, names: Sequence[str], layers: int) -> None:
     for name in names:
         began = time.perf_counter()
         folder = work / name
-        if (folder / "model_index.json").is_file():
-            continue
-        shutil.rmtree(folder, ignore_errors=True)
-        if name == "wan-a14b":
-            make(work, ("wan-14b",), layers)
-            linked(work / "wan-14b", folder)
-            linked(folder / "transformer", folder / "transformer_2")
-            (folder / "model_index.json").unlink()
-        else:
-            make_parts(folder, MODELS[name])
-            linked(text_encoder(work, layers), folder / "text_encoder")
-        shutil.copy(FIXTURES / MODELS[name].fixture / "model_index.json", folder)
+        if not (folder / "model_index.json").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            if name == "wan-a14b":
+                make(work, ("wan-14b",), layers)
+                linked(work / "wan-14b", folder)
+                linked(folder / "transformer", folder / "transformer_2")
+                (folder / "model_index.json").unlink()
+            else:
+                make_parts(folder, MODELS[name])
+            shutil.copy(FIXTURES / MODELS[name].fixture / "model_index.json", folder)
+        shutil.rmtree(folder / "text_encoder", ignore_errors=True)
+        linked(text_encoder(work, layers), folder / "text_encoder")
         tell(f"make {name}", time.perf_counter() - began, "s")
 
 
@@ -216,10 +216,12 @@ def peers(names: Sequence[str], ways: Sequence[str]) -> None:
     torch.manual_seed(1)
     for name in names:
         model = MODELS[name]
-        if name != "wan-a14b":
-            guarded(model.step, partial(step_peer, model, ways))
-            free_memory()
-        if name != "wan-a14b" and not ASKED.is_tiny:
+        if name == "wan-a14b":
+            continue
+        guarded(model.step, partial(step_peer, model, ways))
+        torch.compiler.reset()
+        free_memory()
+        if not ASKED.is_tiny:
             guarded(model.decode, partial(decode_peer, model))
             free_memory()
 
@@ -310,7 +312,7 @@ def parts_of(name: str) -> tuple[str, ...]:
 def steps(binary: Path, work: Path, names: Sequence[str]) -> None:
     """Ours, of which each figure has the name of the one beside it."""
     settings = "log.filter=info,timeline=debug"
-    with full_size.Service(binary, work, names, settings).logged(work / "steps.log") as service:
+    with full_size.Service(binary, work, names, settings).logged("steps") as service:
         for name in names:
             model = MODELS[name]
             made_of = partial(film, service)
