@@ -120,8 +120,8 @@ MODELS = {
 def transformer(model: Wan) -> Any:
     import diffusers
 
-    config = model.config("transformer")
-    return made(lambda: diffusers.WanTransformer3DModel.from_config(config))
+    of: Any = diffusers.WanTransformer3DModel
+    return made(partial(of.from_config, model.config("transformer")))
 
 
 def linked(folder: Path, at: Path) -> None:
@@ -152,9 +152,10 @@ def make(work: Path, names: Sequence[str], layers: int) -> None:
 def make_parts(folder: Path, model: Wan) -> None:
     import diffusers
 
+    vae: Any = diffusers.AutoencoderKLWan
     for part, build in (
-        ("transformer", lambda: transformer(model)),
-        ("vae", lambda: made(lambda: diffusers.AutoencoderKLWan.from_config(model.config("vae")))),
+        ("transformer", partial(transformer, model)),
+        ("vae", partial(made, partial(vae.from_config, model.config("vae")))),
     ):
         module = build()
         write(folder / part, module, STEM)
@@ -292,6 +293,7 @@ def film(
 
     name, _, quantized = name.partition(" ")
     formats = {part: quantized for part in parts_of(name)} if quantized else {}
+    told: dict[str, Any] = {"true_guidance": 1.0, "output": "raw"}
     return served.client.generate_video(
         options.pop("prompt", PROMPT),
         model=moored.ModelRef(name, formats=formats) if formats else name,
@@ -300,7 +302,7 @@ def film(
         frames=frames,
         steps=steps,
         seed=1,
-        **({"true_guidance": 1.0, "output": "raw"} | options),
+        **(told | options),
     )
 
 
@@ -315,16 +317,17 @@ def steps(binary: Path, work: Path, names: Sequence[str]) -> None:
     with full_size.Service(binary, work, names, settings).logged("steps") as service:
         for name in names:
             model = MODELS[name]
-            made_of = partial(film, service)
             for quantized in FORMATS:
                 what = model.step + quantized
-                make_film = partial(made_of, name + quantized, *film_of(model), latent_only=True)
+                make_film = partial(
+                    film, service, name + quantized, *film_of(model), latent_only=True
+                )
                 if name == "wan-a14b":
                     guarded(what, lambda make_film=make_film: show(make_film(4)))
                 else:
                     guarded(what, partial(tell_step, what, make_film, 1, 3))
             if name != "wan-a14b":
-                whole = partial(made_of, name, *film_of(model), 1)
+                whole = partial(film, service, name, *film_of(model), 1)
                 guarded(model.decode, partial(tell_decode, model.decode, whole))
 
 
