@@ -235,9 +235,7 @@ def film(service: Service, model: str, size: tuple[int, int], frames: int, steps
 
 
 def steps(binary: Path, work: Path) -> None:
-    with Service(binary, work, "log.filter=info,timeline=debug").logged(
-        work / "steps.log"
-    ) as service:
+    with Service(binary, work, "log.filter=info,timeline=debug").logged("steps") as service:
         for name, model in (
             ("", "framepack"),
             (" fp8", "framepack+fp8"),
@@ -261,7 +259,7 @@ def steps(binary: Path, work: Path) -> None:
 
 def unload(binary: Path, work: Path) -> None:
     """What is left on the card after films and pictures, when everything is unloaded."""
-    with Service(binary, work).logged(work / "unload.log") as service:
+    with Service(binary, work).logged("unload") as service:
 
         def of_framepack(preset: str) -> Job:
             return partial(film, service, f"framepack{preset}", (320, 320), 37, 1)
@@ -293,7 +291,7 @@ def held(binary: Path, work: Path) -> None:
         held = torch.empty(int(free - left_gib * 2**30), dtype=torch.uint8, device="cuda")
         for policy in policies:
             settings = (f"cards.policy={policy}", "queue.patience_foreign=2s")
-            log = work / f"held-{left_gib:g}-{policy}-{formats[0]}.log"
+            log = f"held-{left_gib:g}-{policy}-{formats[0]}"
             started = Service(binary, work, *settings, "log.filter=info,timeline=debug")
             with started.logged(log) as service:
                 for name in formats:

@@ -58,9 +58,11 @@ ROWS = (
         Wanted(f"{OVI}, 50 steps, prompt to MP4: {stage}")
         for stage in ("encode_text", "denoise", "decode_sound", "decode")
     ),
-    Wanted(f"{OVI}, 4 steps in fp8, whole card, shared"),
-    Wanted(f"{OVI}, 4 steps in fp8, card of 24 GiB, shared"),
-    Wanted(f"{OVI}, 4 steps in fp8, card of 24 GiB, exclusive"),
+    *(
+        Wanted(f"{OVI}, 4 steps in fp8, {place}{figure}")
+        for place in ("whole card, shared", "card of 24 GiB, shared", "card of 24 GiB, exclusive")
+        for figure in ("", ": most on the card by the driver")
+    ),
     Wanted("code and context that a first film leaves, Wan and Ovi"),
     Wanted("bytes left after a film and unloading, Wan and Ovi", target=0.0),
     Wanted("bytes left after unloading, 50 mixed films, pictures and tracks", target=0.0),

@@ -79,7 +79,8 @@ def begin(settings: argparse.Namespace) -> None:
     """Takes what the command line asks for."""
     ASKED.is_tiny = getattr(settings, "tiny", False)
     ASKED.out, ASKED.only, ASKED.device = settings.out, settings.only, machine()
-    settings.work.mkdir(parents=True, exist_ok=True)
+    for folder in (settings.work, settings.out.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
 
 
@@ -275,8 +276,8 @@ class Service:
         self.client = moored.Client(served.address)
 
     @contextmanager
-    def logged(self, file: Path) -> Iterator[Any]:
-        """Itself, until it is stopped and its log written; the end of the log is shown if something fails."""
+    def logged(self, name: str) -> Iterator[Any]:
+        """Itself, until it is stopped and its log is written beside the figures."""
         try:
             yield self
         except BaseException:
@@ -284,6 +285,7 @@ class Service:
             raise
         finally:
             self.stop()
+            file = ASKED.out.with_name(f"{ASKED.out.stem}-{name}.log")
             file.write_text("".join(self.log))
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import full_size
 import host_memory
@@ -29,6 +29,7 @@ from full_size import (
     FIXTURES,
     Job,
     begin,
+    bytes_of,
     command_line,
     fill,
     guarded,
@@ -47,6 +48,7 @@ from host_memory import Memory
 from ovi_shapes import Fusion, Shapes
 from processes import children_of
 
+T = TypeVar("T")
 BASE = "wan-5b"
 # The weights do not tell the variant: the names of the files do.
 OVI, OVI_10S = "Ovi-11B-bf16", "Ovi-960x960-10s"
@@ -156,7 +158,7 @@ def film(
 
 
 def steps(binary: Path, work: Path) -> None:
-    with Service(binary, work).logged(work / "ovi-steps.log") as service:
+    with Service(binary, work).logged("steps") as service:
         for quantized in wan.FORMATS:
             what = f"step, {VARIANT}{quantized}"
             make_film = partial(film, service, OVI + quantized, SIZE, FRAMES, latent_only=True)
@@ -165,7 +167,7 @@ def steps(binary: Path, work: Path) -> None:
 
 def whole_film(binary: Path, work: Path) -> None:
     """Everything resident, and a prompt that was not encoded before."""
-    with Service(binary, work).logged(work / "ovi-film.log") as service:
+    with Service(binary, work).logged("film") as service:
         make_film = partial(film, service, OVI, SIZE, FRAMES, output="mp4")
         what = f"{VARIANT}, 50 steps, prompt to MP4"
         again = partial(make_film, 50, prompt=OTHER_PROMPT)
@@ -185,16 +187,19 @@ def capped(binary: Path, work: Path) -> None:
 
 
 def _on_card(binary: Path, work: Path, device: str, policy: str, what: str) -> None:
-    log = work / f"ovi-{'capped' if device else 'whole'}-{policy}.log"
+    log = f"{'capped' if device else 'whole'}-{policy}"
     settings = f"cards.policy={policy}"
     with Service(binary, work, settings, device=device).logged(log) as service:
         make_film = partial(film, service, f"{OVI} fp8", SIZE, FRAMES, output="mp4")
-        tell_whole(what, partial(make_film, 1), partial(make_film, 4, prompt=OTHER_PROMPT))
+        first, then = partial(make_film, 1), partial(make_film, 4, prompt=OTHER_PROMPT)
+        job = partial(tell_whole, what, first, then)
+        readings, _ = watched(lambda: bytes_of(service), job)
+        tell(f"{what}: most on the card by the driver", max(readings) / 2**30, "GiB", who="moored")
 
 
 def unload(binary: Path, work: Path) -> None:
     """What is left on the card after films, pictures and tracks, when everything is unloaded."""
-    with Service(binary, work).logged(work / "ovi-unload.log") as service:
+    with Service(binary, work).logged("unload") as service:
 
         def of(make_film: Callable[..., Any], name: str) -> Job:
             return partial(make_film, service, name, SMALL_SIZE, SMALL_FRAMES, 1)
@@ -218,13 +223,18 @@ def unload(binary: Path, work: Path) -> None:
 
 def long(binary: Path, work: Path) -> None:
     """What the supervisor and the worker have of the machine's memory in a film of 10 s beside one of 5 s."""
-    with Service(binary, work).logged(work / "ovi-long.log") as service:
+    with Service(binary, work).logged("long") as service:
         make_film = partial(film, service, OVI_10S, LONG_SIZE, output="raw+mp4")
         make_film(FRAMES, 1)
+        pid = service.process.pid
+
+        def read() -> tuple[Memory, Memory]:
+            return host_memory.read((pid,)), host_memory.read(children_of(pid))
+
         taken, delivered = [], []
         for frames in (FRAMES, LONG_FRAMES):
-            most, result = most_memory(service, partial(make_film, frames, 2))
-            taken.append(most)
+            readings, result = watched(read, partial(make_film, frames, 2))
+            taken.append([Memory.most(one) for one in zip(*readings, strict=True)])
             delivered.append(result.array.nbytes + len(result.mp4) + len(result.audio.data))
         more = {"delivered_mib": round((delivered[1] - delivered[0]) / 2**20, 1)}
         for who, short, twice in zip(("supervisor", "worker"), *taken, strict=True):
@@ -235,26 +245,21 @@ def long(binary: Path, work: Path) -> None:
             tell(what, mib, "MiB", who="moored", anonymous_mib=anonymous, **more)
 
 
-def most_memory(service: Service, job: Callable[[], Any]) -> tuple[tuple[Memory, Memory], Any]:
-    """The most memory that the supervisor and its workers have in a job, and the job's result."""
-    pid, over = service.process.pid, threading.Event()
-    readings: list[tuple[Memory, Memory]] = []
+def watched(read: Callable[[], T], job: Callable[[], Any]) -> tuple[list[T], Any]:
+    """What is read while a job runs, ten times a second, and its result."""
+    over, readings = threading.Event(), [read()]
 
     def watch() -> None:
-        while True:
-            readings.append((host_memory.read((pid,)), host_memory.read(children_of(pid))))
-            if over.wait(0.1):
-                return
+        while not over.wait(0.1):
+            readings.append(read())
 
     watching = threading.Thread(target=watch)
     watching.start()
     try:
-        result = job()
+        return readings, job()
     finally:
         over.set()
         watching.join()
-    supervisor, workers = zip(*readings, strict=True)
-    return (Memory.most(supervisor), Memory.most(workers)), result
 
 
 def main() -> None:

@@ -139,8 +139,7 @@ def left(service: Service) -> None:
 
 
 def sessions(binary: Path, work: Path) -> None:
-    service = Service(binary, work)
-    try:
+    with Service(binary, work).logged("sessions") as service:
         service.client.wait_until_ready(60)
         for what, measure in (
             ("first sound", first_sound),
@@ -150,9 +149,6 @@ def sessions(binary: Path, work: Path) -> None:
             ("left", left),
         ):
             guarded(what, partial(measure, service))
-    finally:
-        service.stop()
-        (work / "sessions.log").write_text("".join(service.log))
 
 
 def main() -> None:

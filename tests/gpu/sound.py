@@ -199,7 +199,7 @@ def brought(service: Service, seconds: float, number: int) -> Any:
 
 
 def steps(binary: Path, work: Path) -> None:
-    with Service(binary, work).logged(work / "steps.log") as service:
+    with Service(binary, work).logged("steps") as service:
         for quantized in ("", "fp8", "int8", "nf4"):
             for seconds in (FOUR_MINUTES, 60):
                 what = f"{named(seconds)} {quantized}".strip()
@@ -326,15 +326,14 @@ class Cycles:
 
 def idle(binary: Path, work: Path) -> None:
     """What is left on the card when everything is unloaded, after a track and after many mixed jobs."""
-    service = Service(binary, work)
-    client = service.client
+    with Service(binary, work).logged("idle") as service:
+        client = service.client
 
-    def at_rest() -> int:
-        client.unload(timeout=60)
-        client.trim()
-        return settled(lambda: bytes_of(service))
+        def at_rest() -> int:
+            client.unload(timeout=60)
+            client.trim()
+            return settled(lambda: bytes_of(service))
 
-    try:
         client.wait_until_ready(60)
         bare = settled(lambda: bytes_of(service))
         cycles = Cycles(service)
@@ -360,21 +359,14 @@ def idle(binary: Path, work: Path) -> None:
         seconds = round(time.perf_counter() - began, 1)
         what = f"bytes left after unloading, {CYCLES} mixed cycles"
         tell(what, samples[-1], "bytes", who="moored", most=max(samples), seconds=seconds)
-    except BaseException:
-        print("".join(service.log[-40:]))
-        raise
-    finally:
-        service.stop()
-        (work / "idle.log").write_text("".join(service.log))
 
 
 def held(binary: Path, work: Path) -> None:
     """A swap, and four minutes encoded and decoded, behind a program that leaves 5.9 GiB of the card."""
     left_gib = 5.9
     for policy in ("shared", "exclusive"):
-        service = Service(binary, work, f"cards.policy={policy}", "queue.patience_foreign=2s")
-        held = None
-        try:
+        settings = (f"cards.policy={policy}", "queue.patience_foreign=2s")
+        with Service(binary, work, *settings).logged(f"held-{policy}") as service:
             service.client.wait_until_ready(60)
             free_memory()
             free = torch.cuda.mem_get_info()[0]
@@ -383,9 +375,6 @@ def held(binary: Path, work: Path) -> None:
             for by, quantized in (("job", ""), ("load, fp8", "+fp8")):
                 what = f"swap by a {by}, {FOUR_MINUTES} s repainted, {left_gib} GiB left, {policy}"
                 guarded(what, partial(_behind, service, quantized, what))
-        finally:
-            service.stop()
-            (work / f"held-{policy}.log").write_text("".join(service.log))
         del held
         free_memory()
 

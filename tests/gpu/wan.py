@@ -120,8 +120,8 @@ MODELS = {
 def transformer(model: Wan) -> Any:
     import diffusers
 
-    config = model.config("transformer")
-    return made(lambda: diffusers.WanTransformer3DModel.from_config(config))
+    of: Any = diffusers.WanTransformer3DModel
+    return made(partial(of.from_config, model.config("transformer")))
 
 
 def linked(folder: Path, at: Path) -> None:
@@ -134,27 +134,28 @@ def make(work: Path, names: Sequence[str], layers: int) -> None:
     for name in names:
         began = time.perf_counter()
         folder = work / name
-        if (folder / "model_index.json").is_file():
-            continue
-        shutil.rmtree(folder, ignore_errors=True)
-        if name == "wan-a14b":
-            make(work, ("wan-14b",), layers)
-            linked(work / "wan-14b", folder)
-            linked(folder / "transformer", folder / "transformer_2")
-            (folder / "model_index.json").unlink()
-        else:
-            make_parts(folder, MODELS[name])
-            linked(text_encoder(work, layers), folder / "text_encoder")
-        shutil.copy(FIXTURES / MODELS[name].fixture / "model_index.json", folder)
+        if not (folder / "model_index.json").is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            if name == "wan-a14b":
+                make(work, ("wan-14b",), layers)
+                linked(work / "wan-14b", folder)
+                linked(folder / "transformer", folder / "transformer_2")
+                (folder / "model_index.json").unlink()
+            else:
+                make_parts(folder, MODELS[name])
+            shutil.copy(FIXTURES / MODELS[name].fixture / "model_index.json", folder)
+        shutil.rmtree(folder / "text_encoder", ignore_errors=True)
+        linked(text_encoder(work, layers), folder / "text_encoder")
         tell(f"make {name}", time.perf_counter() - began, "s")
 
 
 def make_parts(folder: Path, model: Wan) -> None:
     import diffusers
 
+    vae: Any = diffusers.AutoencoderKLWan
     for part, build in (
-        ("transformer", lambda: transformer(model)),
-        ("vae", lambda: made(lambda: diffusers.AutoencoderKLWan.from_config(model.config("vae")))),
+        ("transformer", partial(transformer, model)),
+        ("vae", partial(made, partial(vae.from_config, model.config("vae")))),
     ):
         module = build()
         write(folder / part, module, STEM)
@@ -216,10 +217,12 @@ def peers(names: Sequence[str], ways: Sequence[str]) -> None:
     torch.manual_seed(1)
     for name in names:
         model = MODELS[name]
-        if name != "wan-a14b":
-            guarded(model.step, partial(step_peer, model, ways))
-            free_memory()
-        if name != "wan-a14b" and not ASKED.is_tiny:
+        if name == "wan-a14b":
+            continue
+        guarded(model.step, partial(step_peer, model, ways))
+        torch.compiler.reset()
+        free_memory()
+        if not ASKED.is_tiny:
             guarded(model.decode, partial(decode_peer, model))
             free_memory()
 
@@ -290,6 +293,7 @@ def film(
 
     name, _, quantized = name.partition(" ")
     formats = {part: quantized for part in parts_of(name)} if quantized else {}
+    told: dict[str, Any] = {"true_guidance": 1.0, "output": "raw"}
     return served.client.generate_video(
         options.pop("prompt", PROMPT),
         model=moored.ModelRef(name, formats=formats) if formats else name,
@@ -298,7 +302,7 @@ def film(
         frames=frames,
         steps=steps,
         seed=1,
-        **({"true_guidance": 1.0, "output": "raw"} | options),
+        **(told | options),
     )
 
 
@@ -310,19 +314,20 @@ def parts_of(name: str) -> tuple[str, ...]:
 def steps(binary: Path, work: Path, names: Sequence[str]) -> None:
     """Ours, of which each figure has the name of the one beside it."""
     settings = "log.filter=info,timeline=debug"
-    with full_size.Service(binary, work, names, settings).logged(work / "steps.log") as service:
+    with full_size.Service(binary, work, names, settings).logged("steps") as service:
         for name in names:
             model = MODELS[name]
-            made_of = partial(film, service)
             for quantized in FORMATS:
                 what = model.step + quantized
-                make_film = partial(made_of, name + quantized, *film_of(model), latent_only=True)
+                make_film = partial(
+                    film, service, name + quantized, *film_of(model), latent_only=True
+                )
                 if name == "wan-a14b":
                     guarded(what, lambda make_film=make_film: show(make_film(4)))
                 else:
                     guarded(what, partial(tell_step, what, make_film, 1, 3))
             if name != "wan-a14b":
-                whole = partial(made_of, name, *film_of(model), 1)
+                whole = partial(film, service, name, *film_of(model), 1)
                 guarded(model.decode, partial(tell_decode, model.decode, whole))
 
 
