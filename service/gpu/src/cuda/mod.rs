@@ -48,8 +48,9 @@ const CUBLAS_WORKSPACE: Bytes = Bytes::mib(32);
 /// our process, the excess counts as foreign.
 const CONTEXT_GROWTH: Bytes = Bytes::mib(256);
 
-/// Rounding of the pools of a component and of the load's workspace: each grows in steps of 32 MiB.
-const POOL_ROUNDING: Bytes = Bytes::mib(64);
+/// What a load's workspace leaves free: the pools of the component and of the workspace grow in steps of 32 MiB, and the context by
+/// the code of kernels that quantize.
+const LOAD_MARGIN: Bytes = Bytes::mib(128);
 
 /// Precision of the search for the largest allocation.
 const PROBE_STEP: Bytes = Bytes::mib(16);
@@ -387,7 +388,7 @@ impl CudaCard {
         if needed > free {
             return Err(LoadError::OutOfMemory { needed, free });
         }
-        let room = free - booked - POOL_ROUNDING;
+        let room = free - booked - LOAD_MARGIN;
         let pool = Pool::new(&self.context);
         let pool = self.latch(pool).map_err(gone)?;
         timeline.part("open files, make a pool");
