@@ -16,7 +16,7 @@ use crate::Rung;
 use crate::autoencoders::pass::StripSize;
 
 /// Most bytes of a piece of a map where memory suffices: larger ones make a card no faster.
-const WHOLE_PIECE_BYTES: usize = 64 << 20;
+const WHOLE_PIECE_BYTES: usize = 96 << 20;
 
 /// How large the pieces of rows are that pass through the layers, on a card: on the CPU they fit into a cache anyway. Results are
 /// equal.
