@@ -221,7 +221,7 @@ fn write_wan(folder: &Path, tiny: &str, transformer: &Value) {
     let vae = match tiny {
         "wan-ti2v-tiny" => json!({"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": true,
             "in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16,
-            "latents_mean": vec![0.0; 48], "latents_std": vec![1.0; 48]}),
+            "latents_mean": WanVaeConfig::wan_2_2().latents_mean, "latents_std": WanVaeConfig::wan_2_2().latents_std}),
         _ => json!({}),
     };
     write(&folder.join("vae"), vae, DIFFUSERS, |config: WanVaeConfig| {

@@ -6,18 +6,23 @@
 //! prompt length.
 
 mod llama;
+mod pieces;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use gpu::Stored;
 use model::ModelError;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tokenizers::{AddedToken, Tokenizer};
 
 use super::shared::Shared;
-use crate::files::{damaged, incomplete, read_json, read_text};
+use crate::ModelFile;
+use crate::checkpoint::open;
+use crate::files::{damaged, incomplete, read_bytes, read_json, read_text};
 
 pub use llama::{LlamaTokenizer, TemplatedIds};
 
@@ -182,6 +187,11 @@ impl ClipTokenizer {
     }
 }
 
+/// The tensor with a tokenizer in a text encoder's file.
+const PIECES_TENSOR: &str = "spiece_model";
+/// Its longest length in bytes: UMT5's is a tenth of it.
+const LONGEST_PIECES: usize = 64 << 20;
+
 /// T5's tokenizer, and UMT5's, whose file says which piece is the unknown one and whether bytes are in its place.
 #[derive(Clone, Debug)]
 pub struct T5Tokenizer {
@@ -201,13 +211,55 @@ impl T5Tokenizer {
         OPEN_T5.of(folder, T5Tokenizer::open)
     }
 
-    /// Opens a folder's `tokenizer.json` and its `tokenizer_config.json`.
+    /// The tokenizer inside a text encoder's file, as ComfyUI keeps it: a tensor of bytes that is a SentencePiece model. `None`
+    /// if the file has no such tensor. Models that read the same file share it.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub(crate) fn shared_in_file(path: &Path) -> Result<Option<Arc<T5Tokenizer>>, ModelError> {
+        let file = open(path)?;
+        let Some(entry) = file.get(PIECES_TENSOR) else {
+            return Ok(None);
+        };
+        let unreadable = |problem: &str| damaged(path, format!("tensor {PIECES_TENSOR} {problem}"));
+        let length = usize::try_from(entry.range.length).unwrap_or(usize::MAX);
+        if entry.stored != Stored::U8 || length > LONGEST_PIECES {
+            return Err(unreadable("is no SentencePiece model"));
+        }
+        let read = || {
+            let mut bytes = vec![0; length];
+            let opened = gpu::open_regular(path).map_err(|e| unreadable(&e.to_string()))?;
+            opened
+                .read_exact_at(&mut bytes, entry.range.offset)
+                .map_err(|e| unreadable(&e.to_string()))?;
+            T5Tokenizer::of_pieces(path, &bytes)
+        };
+        OPEN_T5.of_files(vec![ModelFile::of(&file)], read).map(Some)
+    }
+
+    /// The tokenizer of a SentencePiece model, whose marks have T5's names.
+    fn of_pieces(file: &Path, bytes: &[u8]) -> Result<T5Tokenizer, ModelError> {
+        let tokenizer = pieces::tokenizer_of(file, bytes)?;
+        Ok(T5Tokenizer {
+            end: id_of(file, &tokenizer, "</s>")?,
+            pad: id_of(file, &tokenizer, "<pad>")?,
+            words: Words {
+                tokenizer,
+                file: file.to_owned(),
+            },
+        })
+    }
+
+    /// Opens a folder's `tokenizer.json` and its `tokenizer_config.json`, or else its `spiece.model`.
     ///
     /// # Errors
     /// [`ModelError::Damaged`] for a file that is missing or malformed.
     pub fn open(folder: &Path) -> Result<T5Tokenizer, ModelError> {
+        let (file, of_pieces) = (folder.join("tokenizer.json"), folder.join("spiece.model"));
+        if !file.is_file() && of_pieces.is_file() {
+            return T5Tokenizer::of_pieces(&of_pieces, &read_bytes(&of_pieces)?);
+        }
         let tokenizer_config = TokenizerConfig::open(folder)?;
-        let file = folder.join("tokenizer.json");
         let mut description = read_json(&file)?;
         let unknown = tokenizer_config.token("unk_token", "<unk>");
         let end = tokenizer_config.token("eos_token", "</s>");

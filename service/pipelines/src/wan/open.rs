@@ -4,6 +4,7 @@ use std::path::Path;
 
 use gpu::CheckpointFile;
 
+use super::authors::Settings;
 use super::config::TransformerConfig;
 use super::model::{
     FAMILY, Kind, NEGATIVE_PROMPT, SECOND, TEXT_ENCODER, TRANSFORMER, VAE, WanModel, problems, reads,
@@ -16,9 +17,7 @@ use crate::checkpoint::{ComponentSet, QuantizeRole, RoleOf, Wanted, open_single_
 use crate::defaults::folder_defaults;
 use crate::files::{check_pairs, unsupported};
 use crate::text::t5::{self, T5Config};
-use crate::text::tokenizers::T5Tokenizer;
 use crate::text::umt5;
-use crate::unipc::UniPcConfig;
 use crate::{Medium, ModelError, ModelParts, Precision, Request, Video, autoencoders};
 
 /// The components of a model.
@@ -62,8 +61,8 @@ fn defaults(kind: Kind, has_two: bool) -> Request {
 }
 
 impl WanModel {
-    /// Opens a pipeline's folder in diffusers' layout, or a single file, by headers and configurations; `None` if it is of
-    /// another family.
+    /// Opens a pipeline's folder in diffusers' layout, a repository of the authors, or a single file, by headers and
+    /// configurations; `None` if it is of another family.
     ///
     /// # Errors
     /// When it is of this family and damaged or not supported, or cannot be quantized as requested.
@@ -81,24 +80,19 @@ impl WanModel {
             return Ok(None);
         };
         let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;
-        let published = || match places.pipeline.expand_timesteps {
-            true => WanVaeConfig::wan_2_2(),
-            false => WanVaeConfig::default(),
-        };
-        let (vae, vae_place) = places.component(VAE, published, WanVaeConfig::check)?;
-        let (text, text_place) = places.component(TEXT_ENCODER, umt5::umt5_xxl, T5Config::check)?;
-        let Places {
-            base,
-            pipeline,
-            transformer: place,
-            second,
-            ..
-        } = places;
+        let has_two = places.second.is_some();
+        let config = places.base.transformer_config();
         let (transformer, transformer_files): (TransformerConfig, _) =
-            place.open(&base, wanted.of(TRANSFORMER))?;
+            places.transformer.open_over(|| config, wanted.of(TRANSFORMER))?;
+        let settings = places.base.settings_of(&transformer, has_two)?;
+        let Places { base, second, .. } = places;
+        let (vae, vae_place) = base.vae(transformer.out_channels)?;
+        let (text, text_place) = base.text_encoder()?;
         let mut files = vec![(TRANSFORMER, transformer_files)];
         if let Some(place) = second {
-            let (second, second_files): (TransformerConfig, _) = place.open(&base, wanted.of(SECOND))?;
+            let config = || base.transformer_config();
+            let (second, second_files): (TransformerConfig, _) =
+                place.open_over(config, wanted.of(SECOND))?;
             if second != transformer {
                 let problem =
                     "its two transformers are of different kinds or sizes; two of one pipeline are expected";
@@ -106,9 +100,14 @@ impl WanModel {
             }
             files.push((SECOND, second_files));
         }
-        check_parts(&base, &transformer, &vae, &text)?;
-        let kind = Kind::of(&transformer, pipeline.expand_timesteps);
-        let has_two = pipeline.boundary_ratio.is_some();
+        check_parts(&base.folder, &transformer, &vae, &text)?;
+        let Settings {
+            expand_timesteps,
+            boundary_ratio,
+            scheduler,
+        } = settings;
+        let kind = Kind::of(&transformer, expand_timesteps);
+        let tokenizer = base.tokenizer(&text_place)?;
         files.push((
             VAE,
             vae_place.files(wanted.of(VAE), diffusers_name_of_original, |_| {
@@ -128,7 +127,7 @@ impl WanModel {
             let problems = problems(kind, has_two, (grain, most), request).into_iter();
             problems.filter(|problem| problem.field != "init_image").collect()
         };
-        let defaults = folder_defaults(&base, defaults(kind, has_two), reads(kind), check)?;
+        let defaults = folder_defaults(&base.folder, defaults(kind, has_two), reads(kind), check)?;
         let mut components = ComponentSet::new(files, precision.dtype, wanted.formats);
         components.in_blocks(TRANSFORMER, block_of);
         if has_two {
@@ -138,9 +137,9 @@ impl WanModel {
         Ok(Some(WanModel {
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
-            scheduler: UniPcConfig::of_pipeline(&base)?,
-            tokenizer: T5Tokenizer::shared(&base.join("tokenizer"))?,
-            boundary: pipeline.boundary_ratio,
+            scheduler,
+            tokenizer,
+            boundary: boundary_ratio,
             kind,
             transformer,
             vae,

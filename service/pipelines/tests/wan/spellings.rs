@@ -4,8 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use candle_core::{DType, Tensor};
+use pipelines::autoencoders::wan::diffusers_name_of_original;
 
-use crate::numbers::numbers;
+use crate::numbers::{json, numbers};
 
 /// Tensors of a file.
 pub(crate) type Tensors = HashMap<String, Tensor>;
@@ -109,4 +110,13 @@ pub(crate) fn write_gguf(tensors: &Tensors, path: &Path) {
     header.resize(header.len().next_multiple_of(32), 0);
     header.extend(data);
     std::fs::write(path, header).expect("a file");
+}
+
+/// The names of the tensors of an autoencoder in the authors' files, by their names in diffusers: of Wan 2.1 or of Wan 2.2.
+pub(crate) fn authors_names_of_vae(version: &str) -> HashMap<String, String> {
+    let of_authors: HashMap<String, HashMap<String, Vec<usize>>> = json("wan-vae-tiny/authors.json");
+    let names = of_authors[version].keys();
+    names
+        .map(|name| (diffusers_name_of_original(name).expect("a name"), name.clone()))
+        .collect()
 }
