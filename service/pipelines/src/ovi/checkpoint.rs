@@ -32,11 +32,17 @@ const BASE: &str = "Wan 2.2 TI2V 5B";
 const MODULATION: &str = "modulation";
 /// A part of names that every file of a fusion model has.
 const MARK: &str = ".cross_attn.k_fusion.";
+/// The end of the name of the tensor that embeds patches of the film.
+const EMBEDDING: &str = "patch_embedding.weight";
 /// Stems of the single files of components.
 const AUDIO_VAES: [&str; 2] = ["v1-16", "mmaudio_vae_16k"];
 const VOCODERS: [&str; 2] = ["best_netG", "mmaudio_vocoder_bigvgan"];
 /// Folders of MMAudio's own repository and of programs that keep it.
-const OF_MMAUDIO: [&str; 2] = ["ext_weights", "MMAudio/ext_weights"];
+const OF_MMAUDIO: [&str; 3] = [
+    "ext_weights",
+    "MMAudio/ext_weights",
+    "custom_nodes/ComfyUI-Ovi/ckpts/MMAudio/ext_weights",
+];
 
 /// The files of MMAudio's repository that decode the sound.
 pub(super) fn own_layout(files: &[&str]) -> Option<OwnLayout> {
@@ -58,7 +64,7 @@ pub(super) fn is_transformer_file(names: &[&str]) -> bool {
 fn is_sound_alone(names: &[&str]) -> bool {
     let gate = format!("patch_embedding.2.{}.weight", GATED[0]);
     let has = |part: &str| names.iter().any(|name| name.ends_with(part));
-    has(&gate) && !names.iter().any(|name| name.contains(VIDEO))
+    has(&gate) && !has(EMBEDDING) && !names.iter().any(|name| name.contains(VIDEO))
 }
 
 /// What `X.moored.json` says.
@@ -99,15 +105,15 @@ impl Places {
             ));
         }
         let sidecar = sidecar_of(path);
-        let embeds = |name: &str| name.ends_with("patch_embedding.weight");
-        let embedding = file.tensors().find(|(name, _)| embeds(name));
+        let embedding = file.tensors().find(|(name, _)| name.ends_with(EMBEDDING));
         let channels = embedding.and_then(|(_, entry)| entry.shape.get(1).copied());
+        let channels = channels.ok_or_else(|| wan::no_embedding(path))?;
         let base = wan::Base::of_file(
             path,
             wan::Wanted {
                 name: BASE,
                 keys: &KEYS,
-                channels: channels.unwrap_or_default(),
+                channels,
                 any: true,
             },
         )?;

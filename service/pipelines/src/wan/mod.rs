@@ -22,6 +22,7 @@ pub(crate) mod tokens;
 mod transformer;
 
 pub(crate) use base::{Base, Wanted};
+pub(crate) use checkpoint::no_embedding;
 pub use config::TransformerConfig;
 pub(crate) use layout::layout;
 pub use model::{Wan, WanModel};

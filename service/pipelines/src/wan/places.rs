@@ -12,7 +12,7 @@ use serde::Deserialize;
 
 use super::authors;
 use super::base::{Base, Wanted};
-use super::checkpoint::{MARKS, SECOND_KEY};
+use super::checkpoint::{MARKS, SECOND_KEY, no_embedding};
 use super::model::{SECOND, TRANSFORMER};
 use crate::ModelError;
 use crate::checkpoint::{Checkpoint, Naming, TransformerPlace, open, sidecar_of};
@@ -119,22 +119,25 @@ fn of_file(path: &Path, file: &CheckpointFile) -> Result<Option<Places>, ModelEr
 
 /// Channels of the latents of a single file's transformer, and whether a picture conditions them.
 fn channels_of(place: &TransformerPlace) -> Result<(usize, bool), ModelError> {
-    let sides = |checkpoint: &Checkpoint, naming: Naming| {
+    let sides = |path: &Path, checkpoint: &Checkpoint, naming: Naming| {
+        let embedding = "patch_embedding.weight";
+        if !checkpoint.has(embedding) {
+            return Err(no_embedding(path));
+        }
         let last = match naming {
             Naming::Authors => "head.head.weight",
             Naming::Diffusers => "proj_out.weight",
         };
         let channels = checkpoint.length(last, 0)? / 4;
-        Ok((
-            channels,
-            checkpoint.length("patch_embedding.weight", 1)? > channels,
-        ))
+        Ok((channels, checkpoint.length(embedding, 1)? > channels))
     };
     match place {
         TransformerPlace::SingleFile {
-            checkpoint, naming, ..
-        } => sides(checkpoint, *naming),
-        TransformerPlace::Folder(folder) => sides(&Checkpoint::of_folder(folder)?, Naming::Diffusers),
+            path,
+            checkpoint,
+            naming,
+        } => sides(path, checkpoint, *naming),
+        TransformerPlace::Folder(folder) => sides(folder, &Checkpoint::of_folder(folder)?, Naming::Diffusers),
     }
 }
 

@@ -15,11 +15,10 @@ use tempfile::TempDir;
 
 use crate::film::Film;
 use crate::formula::{numbers as numbers_of, randomised, weights_of_wan};
+use crate::gguf_file::write_f32;
 use crate::numbers::{distance, fixtures};
 use crate::open_model::{F32, OpenModel, on_cpu};
-use crate::spellings::{
-    Tensors, authors_name, authors_name_of_umt5, authors_names_of_vae, renamed, write, write_gguf,
-};
+use crate::spellings::{Tensors, authors_name, authors_name_of_umt5, authors_names_of_vae, renamed, write};
 
 /// A kind of model that the authors publish, tiny, with what their programs have for it.
 #[derive(Clone, Copy)]
@@ -316,7 +315,7 @@ fn a_repository_of_the_authors_and_a_set_of_files_make_the_film_of_the_pipeline(
     create_dir_all(root.path().join("Wan2.1-T2V-1.3B")).expect("a folder");
     write_parts(kind, &root.path().join("Wan2.1-T2V-1.3B"));
     let beside = root.path().join("wan.gguf");
-    write_gguf(&renamed(&kind.transformers()[0], authors_name), &beside);
+    write_f32(&renamed(&kind.transformers()[0], authors_name), &beside);
     assert_same(&beside, kind, &expected);
 }
 
