@@ -25,6 +25,9 @@ pub(super) const SECOND_FOLDER: [&str; 1] = ["transformer_2"];
 /// The key of a sidecar with the transformer of low noise.
 pub(super) const SECOND_KEY: &str = "transformer_2";
 
+/// The key of a sidecar with the shift of the times of steps.
+const SHIFT_KEY: &str = "shift";
+
 /// Detection rules of the family.
 pub(crate) const MARKS: Marks = Marks {
     family: "Wan",
@@ -46,7 +49,7 @@ pub(crate) const MARKS: Marks = Marks {
     ],
     names: NAMES,
     unused: None,
-    sidecar_keys: &[SECOND_KEY],
+    sidecar_keys: &[SECOND_KEY, SHIFT_KEY],
 };
 
 /// What a pipeline's `model_index.json` says besides its parts.

@@ -13,8 +13,8 @@ use super::places::Places;
 use super::shape::{block_of, role};
 use crate::adapters::AdapterSet;
 use crate::autoencoders::wan::{WanVaeConfig, diffusers_name_of_original};
-use crate::checkpoint::{ComponentSet, QuantizeRole, RoleOf, Wanted, open_single_file};
-use crate::defaults::folder_defaults;
+use crate::checkpoint::{ComponentSet, QuantizeRole, RoleOf, Wanted, open_single_file, sidecar_of};
+use crate::defaults::{folder_defaults, folder_shift, written_shift};
 use crate::files::{check_pairs, unsupported};
 use crate::text::t5::{self, T5Config};
 use crate::text::umt5;
@@ -104,8 +104,11 @@ impl WanModel {
         let Settings {
             expand_timesteps,
             boundary_ratio,
-            scheduler,
+            mut scheduler,
         } = settings;
+        if let Some(shift) = shift_of(path, &base.folder)? {
+            scheduler.flow_shift = f64::from(shift);
+        }
         let kind = Kind::of(&transformer, expand_timesteps);
         let tokenizer = base.tokenizer(&text_place)?;
         files.push((
@@ -145,6 +148,19 @@ impl WanModel {
             vae,
             text,
         }))
+    }
+}
+
+/// The shift of the times of steps that is written down for a model: in the sidecar of its file, or in its folder.
+fn shift_of(path: &Path, folder: &Path) -> Result<Option<f32>, ModelError> {
+    let sidecar = sidecar_of(path);
+    let of_file = match path.is_file() && sidecar.is_file() {
+        true => written_shift(&sidecar)?,
+        false => None,
+    };
+    match of_file {
+        None => folder_shift(folder),
+        of_file => Ok(of_file),
     }
 }
 

@@ -22,7 +22,7 @@ pub(crate) fn short(made: Made) -> Request {
     }
 }
 
-fn latent(path: &Path, made: Made) -> Tensor {
+pub(crate) fn latent(path: &Path, made: Made) -> Tensor {
     on_cpu(&open(path, &F32).film(&short(made), 0).0["latent"])
 }
 
