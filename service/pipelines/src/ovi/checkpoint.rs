@@ -110,7 +110,7 @@ impl Places {
         let channels = channels.ok_or_else(|| wan::no_embedding(path))?;
         let base = wan::Base::of_file(
             path,
-            wan::Wanted {
+            wan::WantedBase {
                 name: BASE,
                 keys: &KEYS,
                 channels,

@@ -50,7 +50,7 @@ fn stems_of_vae(channels: usize) -> Vec<&'static str> {
 
 /// Which folders may be the base of a single file.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wanted<'a> {
+pub(crate) struct WantedBase<'a> {
     /// Display name of the base.
     pub(crate) name: &'static str,
     /// Keys that the sidecar may have in addition to `base`.
@@ -89,7 +89,7 @@ impl Base {
     ///
     /// # Errors
     /// When there is none, or more than one. The message says what to do.
-    pub(crate) fn of_file(file: &Path, wanted: Wanted<'_>) -> Result<Base, ModelError> {
+    pub(crate) fn of_file(file: &Path, wanted: WantedBase<'_>) -> Result<Base, ModelError> {
         let sidecar = sidecar_of(file);
         let is_any = |folder: &Path| is_base(folder);
         let fits = |folder: &Path| Ok(is_base(folder)? && fits(folder, wanted.channels));
@@ -261,6 +261,9 @@ fn fits(folder: &Path, channels: usize) -> bool {
         let Channels { z_dim } = read_json(&path).unwrap_or(Channels { z_dim: None });
         return z_dim.is_none_or(|found| found == channels);
     }
+    if folder.join("model_index.json").is_file() {
+        return true; // its autoencoder is elsewhere
+    }
     let has = |stems: &[&str]| stems.iter().any(|stem| file_in(folder, stem).is_some());
     match channels {
         CHANNELS_OF_2_2 => has(&OF_2_2),
@@ -296,10 +299,14 @@ fn text_config(path: &Path) -> Result<T5Config, ModelError> {
     let file = open(path)?;
     let checkpoint = Checkpoint::of_file(&file, umt5::transformers_name)?;
     umt5::of_shapes(|name| checkpoint.shape(name)).ok_or_else(|| {
-        unsupported(
-            path,
-            "it is named as UMT5's encoder, and its tensors are of something else: of T5, or of another model. Download \
-             umt5_xxl again",
-        )
+        let is_of_llama_cpp = file.tensors().any(|(name, _)| name.starts_with("enc.blk."));
+        let problem = match is_of_llama_cpp {
+            true => "a text encoder in GGUF is not read: take umt5_xxl_fp8_e4m3fn_scaled.safetensors in its place",
+            false => {
+                "it is named as UMT5's encoder, and its tensors are of something else: of T5, or of another model. Download \
+                 umt5_xxl again"
+            }
+        };
+        unsupported(path, problem)
     })
 }

@@ -21,7 +21,7 @@ pub(crate) mod times;
 pub(crate) mod tokens;
 mod transformer;
 
-pub(crate) use base::{Base, Wanted};
+pub(crate) use base::{Base, WantedBase};
 pub(crate) use checkpoint::no_embedding;
 pub use config::TransformerConfig;
 pub(crate) use layout::layout;

@@ -11,7 +11,7 @@ use gpu::CheckpointFile;
 use serde::Deserialize;
 
 use super::authors;
-use super::base::{Base, Wanted};
+use super::base::{Base, WantedBase};
 use super::checkpoint::{MARKS, SECOND_KEY, no_embedding};
 use super::model::{SECOND, TRANSFORMER};
 use crate::ModelError;
@@ -82,7 +82,7 @@ fn of_file(path: &Path, file: &CheckpointFile) -> Result<Option<Places>, ModelEr
     let (channels, is_conditioned) = channels_of(&transformer)?;
     let base = Base::of_file(
         path,
-        Wanted {
+        WantedBase {
             name: MARKS.family,
             keys: MARKS.sidecar_keys,
             channels,

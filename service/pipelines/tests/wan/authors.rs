@@ -409,6 +409,9 @@ fn what_is_missing_of_a_repository_or_of_a_set_is_named() {
     t5.remove("encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight");
     write(&t5, &text);
     assert!(refused(&path).to_string().contains("of T5"));
+    let of_llama_cpp = renamed(&text_encoder(), |name| format!("enc.blk.{name}"));
+    write(&of_llama_cpp, &text);
+    assert!(refused(&path).to_string().contains("GGUF"));
     write(&text_encoder(), &text);
     let error = refused(&path).to_string();
     assert!(
