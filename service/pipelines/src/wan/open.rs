@@ -5,6 +5,7 @@ use std::path::Path;
 use gpu::CheckpointFile;
 
 use super::authors::Settings;
+use super::base::Base;
 use super::config::TransformerConfig;
 use super::model::{
     FAMILY, Kind, NEGATIVE_PROMPT, SECOND, TEXT_ENCODER, TRANSFORMER, VAE, WanModel, problems, reads,
@@ -13,7 +14,9 @@ use super::places::Places;
 use super::shape::{block_of, role};
 use crate::adapters::AdapterSet;
 use crate::autoencoders::wan::{WanVaeConfig, diffusers_name_of_original};
-use crate::checkpoint::{ComponentSet, QuantizeRole, RoleOf, Wanted, open_single_file, sidecar_of};
+use crate::checkpoint::{
+    ComponentFiles, ComponentSet, QuantizeRole, RoleOf, Wanted, open_single_file, sidecar_of,
+};
 use crate::defaults::{folder_defaults, folder_shift, written_shift};
 use crate::files::{check_pairs, unsupported};
 use crate::text::t5::{self, T5Config};
@@ -80,35 +83,21 @@ impl WanModel {
             return Ok(None);
         };
         let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;
-        let has_two = places.second.is_some();
-        let config = places.base.transformer_config();
-        let (transformer, transformer_files): (TransformerConfig, _) =
-            places.transformer.open_over(|| config, wanted.of(TRANSFORMER))?;
-        let settings = places.base.settings_of(&transformer, has_two)?;
-        let Places { base, second, .. } = places;
+        let Opened {
+            base,
+            transformer,
+            settings,
+            mut files,
+        } = Opened::of(path, places, &wanted)?;
+        let has_two = settings.boundary_ratio.is_some();
         let (vae, vae_place) = base.vae(transformer.out_channels)?;
         let (text, text_place) = base.text_encoder()?;
-        let mut files = vec![(TRANSFORMER, transformer_files)];
-        if let Some(place) = second {
-            let config = || base.transformer_config();
-            let (second, second_files): (TransformerConfig, _) =
-                place.open_over(config, wanted.of(SECOND))?;
-            if second != transformer {
-                let problem =
-                    "its two transformers are of different kinds or sizes; two of one pipeline are expected";
-                return Err(unsupported(path, problem));
-            }
-            files.push((SECOND, second_files));
-        }
         check_parts(&base.folder, &transformer, &vae, &text)?;
         let Settings {
             expand_timesteps,
             boundary_ratio,
-            mut scheduler,
+            scheduler,
         } = settings;
-        if let Some(shift) = shift_of(path, &base.folder)? {
-            scheduler.flow_shift = f64::from(shift);
-        }
         let kind = Kind::of(&transformer, expand_timesteps);
         let tokenizer = base.tokenizer(&text_place)?;
         files.push((
@@ -148,6 +137,50 @@ impl WanModel {
             vae,
             text,
         }))
+    }
+}
+
+/// The transformers of a model, with the settings of their pipeline.
+struct Opened {
+    base: Base,
+    /// The configuration of the transformer, or of both.
+    transformer: TransformerConfig,
+    settings: Settings,
+    /// Their components.
+    files: Vec<(&'static str, ComponentFiles)>,
+}
+
+impl Opened {
+    fn of(path: &Path, places: Places, wanted: &Wanted) -> Result<Opened, ModelError> {
+        let Places {
+            base,
+            transformer,
+            second,
+        } = places;
+        let has_two = second.is_some();
+        let of_base = || base.transformer_config();
+        let (transformer, first): (TransformerConfig, _) =
+            transformer.open_over(of_base, wanted.of(TRANSFORMER))?;
+        let mut files = vec![(TRANSFORMER, first)];
+        if let Some(second) = second {
+            let (config, second): (TransformerConfig, _) = second.open_over(of_base, wanted.of(SECOND))?;
+            if config != transformer {
+                let problem =
+                    "its two transformers are of different kinds or sizes; two of one pipeline are expected";
+                return Err(unsupported(path, problem));
+            }
+            files.push((SECOND, second));
+        }
+        let mut settings = base.settings_of(&transformer, has_two)?;
+        if let Some(shift) = shift_of(path, &base.folder)? {
+            settings.scheduler.flow_shift = f64::from(shift);
+        }
+        Ok(Opened {
+            base,
+            transformer,
+            settings,
+            files,
+        })
     }
 }
 

@@ -310,6 +310,13 @@ fn a_repository_of_the_authors_and_a_set_of_files_make_the_film_of_the_pipeline(
     let root = TempDir::new().expect("a folder");
     let path = comfy(kind, root.path());
     assert_same(&path, kind, &expected);
+    // A folder in diffusers' layout beside them that has settings and a tokenizer alone.
+    let base = root.path().join("diffusion_models/Wan");
+    crate::open_model::copy(diffusers(kind).path(), &base);
+    for part in ["transformer", "text_encoder", "vae"] {
+        remove_dir_all(base.join(part)).expect("a folder");
+    }
+    assert_same(&path, kind, &expected);
     // A file beside a repository of the authors takes the rest from there.
     let root = TempDir::new().expect("a folder");
     create_dir_all(root.path().join("Wan2.1-T2V-1.3B")).expect("a folder");
