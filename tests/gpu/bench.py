@@ -8,8 +8,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from service import INSTANT_MODELS, ROOT, START_TIMEOUT_S, Service, clean_enviro
 BESIDE = Path(__file__).with_name("beside.py")
 SIMULATED_WORLD = "world.txt"
 GIB = 1 << 30
+SAMPLE_S = 0.02
 
 
 class NeedsCard(Exception):
@@ -170,17 +172,52 @@ SMALL = Scale(
 
 
 @dataclass
+class Peak:
+    """The most bytes of a card that were used, once they are known."""
+
+    bytes: int
+    at: float = 0.0
+    """When, on the monotonic clock."""
+
+
+@dataclass
 class Running:
     """A service with a client of it, and what is known of its card."""
 
     service: Service
     client: moored.Client
     card: str
-    _used: Callable[[], int]
+    _witness: Companion | None
+    """What reads a real card's memory by NVML; None on a simulated one."""
 
     def used(self) -> int:
         """Bytes of the card that are used, by a second process's reading."""
-        return self._used()
+        if self._witness is not None:
+            return int(self._witness.ask("used")["used"])
+        memory = self.status().memory
+        return memory.total - memory.free
+
+    @contextmanager
+    def peak(self) -> Iterator[Peak]:
+        """Finds the most that is used while it lasts. Nothing else may ask the witness meanwhile."""
+        peak, ended = Peak(self.used()), threading.Event()
+        if self._witness is not None:
+            yield peak
+            found = self._witness.ask("most")
+            peak.bytes, peak.at = int(found["most"]), float(found["most_at"])
+            return
+
+        def look() -> None:
+            while not ended.wait(SAMPLE_S):
+                peak.bytes = max(peak.bytes, self.used())
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield peak
+        finally:
+            ended.set()
+            thread.join()
 
     def settled(self, tolerance_bytes: int = 0, within_s: float = 2.0) -> int:
         """The same once two readings 50 ms apart agree."""
@@ -351,7 +388,7 @@ class Bench:
                     witness = self.witness()
                 else:
                     self.record.device(f"{card.name}, {self.cores} cores")
-                yield Running(service, client, card.id, _used_by(witness, client, card.id))
+                yield Running(service, client, card.id, witness)
         finally:
             if witness is not None:
                 witness.end()
@@ -365,17 +402,6 @@ class Bench:
             yield holder
         finally:
             holder.end()
-
-
-def _used_by(witness: Companion | None, client: moored.Client, card: str) -> Callable[[], int]:
-    if witness is not None:
-        return lambda: int(witness.ask("used")["used"])
-
-    def by_status() -> int:
-        memory = next(one for one in client.status().cards if one.id == card).memory
-        return memory.total - memory.free
-
-    return by_status
 
 
 class MemoryHolder:

@@ -12,6 +12,7 @@ import ctypes
 import gc
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -71,12 +72,36 @@ def _nvml_by_hand(index: int) -> tuple[Callable[[], int], str]:
     return used, f"{name.value.decode()}, driver {driver.value.decode()}"
 
 
+SAMPLE_S = 0.001
+
+
 def witness(index: int) -> None:
-    """Says how many bytes of the card are used, as often as it is asked."""
+    """Looks at the used bytes of the card all the time.
+
+    It answers with those of now, and with the most since it was asked before and when that was.
+    """
     used, name = nvml_reader(index)
     say(name=name)
+    lock, most = threading.Lock(), (0, time.monotonic())
+
+    def look() -> int:
+        nonlocal most
+        now = used()
+        with lock:
+            most = max(most, (now, time.monotonic()))
+        return now
+
+    def keep_looking() -> None:
+        while True:
+            look()
+            time.sleep(SAMPLE_S)
+
+    threading.Thread(target=keep_looking, daemon=True).start()
     for _ in sys.stdin:
-        say(used=used(), at=time.monotonic())
+        now = look()
+        with lock:
+            (peak, at), most = most, (now, time.monotonic())
+        say(used=now, at=time.monotonic(), most=peak, most_at=at)
 
 
 def holder(index: int) -> None:

@@ -11,7 +11,6 @@ of which `film_rows.py` makes the rows of docs/benchmarks/film.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -23,19 +22,23 @@ from typing import Any
 import full_size
 import torch
 from full_size import (
-    ASKED,
     FIXTURES,
-    bytes_of,
+    Job,
+    begin,
+    command_line,
     free_memory,
     guarded,
-    machine,
     made,
     peak_gib,
-    run_ms,
+    picture,
     run_parts,
-    settled,
     show,
+    small_film,
     tell,
+    tell_decode,
+    tell_left,
+    tell_step,
+    tell_whole,
     timed,
     write,
     write_index,
@@ -231,19 +234,8 @@ def film(service: Service, model: str, size: tuple[int, int], frames: int, steps
     )
 
 
-def steps_of(service: Service, model: str, size: tuple[int, int], frames: int, what: str) -> None:
-    # A step is the difference of two films, after one that brings in all that only a first one needs.
-    film(service, model, size, frames, 1)
-    few, many = (film(service, model, size, frames, count) for count in (1, 4))
-    show(many)
-    ms, stage = run_ms(many, "denoise")[-1]
-    more = {"attention": stage.attention, "peak_gib": round(stage.peak_scratch_bytes / 2**30, 2)}
-    tell(what, (ms - run_ms(few, "denoise")[-1][0]) / 3, "ms", who="moored", **more)
-
-
 def steps(binary: Path, work: Path) -> None:
-    service = Service(binary, work, "log.filter=info,timeline=debug")
-    try:
+    with Service(binary, work, "log.filter=info,timeline=debug").logged("steps") as service:
         for name, model in (
             ("", "framepack"),
             (" fp8", "framepack+fp8"),
@@ -251,93 +243,36 @@ def steps(binary: Path, work: Path) -> None:
             (" nf4", "framepack+nf4"),
         ):
             what = f"step, FramePack 640x640{name}"
-            guarded(what, partial(steps_of, service, model, (640, 640), 37, what))
+            make = partial(film, service, model, (640, 640), 37)
+            guarded(what, partial(tell_step, what, make, 1, 4))
         for frames in (49, 129):
             what = f"step, HunyuanVideo 832x480, {frames} frames"
-            guarded(what, partial(steps_of, service, "hunyuan", (832, 480), frames, what))
+            make = partial(film, service, "hunyuan", (832, 480), frames)
+            guarded(what, partial(tell_step, what, make, 1, 4))
         for size in ((832, 480), (640, 640)):
-            name = f"decode of 5 latents, {size[0]}x{size[1]}"
-            guarded(name, partial(decode_of, service, size, name))
+            what = f"decode of 5 latents, {size[0]}x{size[1]}"
+            guarded(
+                what, partial(tell_decode, what, partial(film, service, "hunyuan", size, 17, 1))
+            )
         guarded("film", lambda: show(film(service, "framepack", (640, 640), 109, 2)))
-    finally:
-        service.stop()
-        (work / "steps.log").write_text("".join(service.log))
-
-
-def decode_of(service: Service, size: tuple[int, int], name: str) -> None:
-    film(service, "hunyuan", size, 17, 1)
-    ms, stage = min(
-        (run_ms(film(service, "hunyuan", size, 17, 1), "decode")[-1] for _ in range(3)),
-        key=lambda one: one[0],
-    )
-    more = {
-        "peak_gib": round(stage.peak_scratch_bytes / 2**30, 2),
-        "predicted_gib": round(stage.predicted_scratch_bytes / 2**30, 2),
-        "attention": stage.attention,
-        "chunking": stage.chunking,
-    }
-    tell(name, ms, "ms", who="moored", **more)
 
 
 def unload(binary: Path, work: Path) -> None:
-    """What is left on the card when everything is unloaded, and after many mixed films and pictures."""
-    service = Service(binary, work)
+    """What is left on the card after films and pictures, when everything is unloaded."""
+    with Service(binary, work).logged("unload") as service:
 
-    def used() -> int:
-        return bytes_of(service)
+        def of_framepack(preset: str) -> Job:
+            return partial(film, service, f"framepack{preset}", (320, 320), 37, 1)
 
-    client = service.client
-
-    def after(*jobs: Any) -> int:
-        for job in jobs:
-            job()
-        client.unload(timeout=60)
-        client.trim()
-        return settled(used)
-
-    def of_framepack(model: str) -> Any:
-        return lambda: film(service, model, (320, 320), 37, 1)
-
-    def small_film(seed: int) -> None:
-        client.generate_video(
-            "the red circle moves to the top left on a blue background",
-            model="moored/demo-film",
-            init_image=start_picture((64, 64)),
-            frames=37 + 36 * (seed % 3),
-            steps=2,
-            seed=seed,
-        )
-
-    def picture(seed: int) -> None:
-        client.generate_image("a red circle", model="moored/demo", steps=2, seed=seed)
-
-    try:
-        client.wait_until_ready(60)
-        idle = settled(used)
-        # The first time brings the code of kernels, which stays with the process.
-        before = after(of_framepack("framepack"), lambda: small_film(0), lambda: picture(0))
-        tell("code and context that a first film leaves", (before - idle) / 2**20, "MiB")
-        left = max(after(of_framepack("framepack")) - before for _ in range(3))
-        tell("bytes left after a film and unloading", left, "bytes", who="moored")
-        for preset in ("fp8", "int8", "nf4"):
-            before = after(of_framepack(f"framepack+{preset}"))
-        began, samples = time.perf_counter(), []
-        for number in range(50):
+        def mixed(number: int) -> Job:
             if number % 10 == 9:
-                preset = ("", "+fp8", "+int8", "+nf4")
-                job = of_framepack("framepack" + preset[number // 10 % 4])
-            else:
-                job = partial((small_film, picture)[number % 2], number)
-            samples.append(after(job) - before)
-        seconds = round(time.perf_counter() - began, 1)
+                return of_framepack(("", "+fp8", "+int8", "+nf4")[number // 10 % 4])
+            return partial((small_film, picture)[number % 2], service, number)
+
+        first = (of_framepack(""), partial(small_film, service, 0), partial(picture, service, 0))
+        again = [of_framepack(preset) for preset in ("+fp8", "+int8", "+nf4")]
         what = "bytes left after unloading, 50 mixed films and pictures"
-        tell(what, samples[-1], "bytes", who="moored", most=max(samples), seconds=seconds)
-    except BaseException:
-        print("".join(service.log[-40:]))
-        raise
-    finally:
-        service.stop()
-        (work / "unload.log").write_text("".join(service.log))
+        tell_left(service, first, again, mixed, what)
 
 
 # GiB that the other program leaves, and the formats; 12.4 GiB are the weights in int8 and fp8.
@@ -356,45 +291,23 @@ def held(binary: Path, work: Path) -> None:
         held = torch.empty(int(free - left_gib * 2**30), dtype=torch.uint8, device="cuda")
         for policy in policies:
             settings = (f"cards.policy={policy}", "queue.patience_foreign=2s")
-            service = Service(binary, work, *settings, "log.filter=info,timeline=debug")
-            try:
+            log = f"held-{left_gib:g}-{policy}-{formats[0]}"
+            started = Service(binary, work, *settings, "log.filter=info,timeline=debug")
+            with started.logged(log) as service:
                 for name in formats:
                     what = f"film 640x640, 2 sections, {name}, {left_gib:g} GiB left, {policy}"
-                    guarded(what, partial(_behind, service, f"framepack+{name}", what))
-            finally:
-                service.stop()
-                log = work / f"held-{left_gib:g}-{policy}-{formats[0]}.log"
-                log.write_text("".join(service.log))
+                    make = partial(film, service, f"framepack+{name}", (640, 640), 73)
+                    guarded(what, partial(tell_whole, what, partial(make, 1), partial(make, 2)))
         del held
         torch.cuda.empty_cache()
 
 
-def _behind(service: Service, model: str, what: str) -> None:
-    film(service, model, (640, 640), 73, 1)
-    began = time.perf_counter()
-    result = film(service, model, (640, 640), 73, 2)
-    seconds = time.perf_counter() - began
-    show(result)
-    decodes = [stage.chunking for stage in result.stages if stage.name == "decode"]
-    moved = sum(stage.move_ms for stage in result.stages) / 1e3
-    ran = sum(stage.run_ms for stage in result.stages) / 1e3
-    approximations = list(result.approximations)
-    more = {"chunking": decodes, "moved_s": moved, "ran_s": ran, "approximations": approximations}
-    tell(what, seconds, "s", who="moored", **more)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--binary", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    names = "peers, steps and held"
+    parser = command_line(__doc__, "make,peers,steps,unload,held", names)
     parser.add_argument("--llama", type=int, default=3)
-    parser.add_argument("--parts", default="make,peers,steps,unload,held")
-    parser.add_argument("--only", default="", help="a pattern of names: of peers, steps and held")
     settings = parser.parse_args()
-    ASKED.out, ASKED.only, ASKED.device = settings.out, settings.only, machine()
-    settings.work.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(1)
+    begin(settings)
     binary, work = settings.binary, settings.work
     parts = {
         "make": partial(make, work, settings.llama),

@@ -2,7 +2,8 @@
 
     python tests/gpu/film_rows.py RUN.json ... --write-docs docs/benchmarks/film.json
 
-Each file is one run of `film.py`, or has figures in its form from elsewhere (`peer_rows.py`).
+Each file is one run of `film.py`, `wan.py` or `ovi.py`, or has figures in its form from elsewhere; see
+`peer_rows.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,12 @@ from peer_rows import Wanted, main
 
 STEP = "step, FramePack 640x640"
 SAMPLED = "step, HunyuanVideo 832x480"
+WAN_5B = "step, Wan 5B 1280x704, 121 frames"
+WAN_14B = "step, Wan 14B 832x480, 81 frames"
+WAN_DECODE = "decode of 121 frames, Wan 5B 1280x704"
+OVI = "Ovi 720x720, 5 s"
+# 120 frames of 960x960 more, MiB.
+DELIVERED = 316.0
 ROWS = (
     Wanted(STEP, 0.75),
     Wanted(f"{STEP} fp8", 0.60, beside=STEP),
@@ -33,6 +40,34 @@ ROWS = (
     Wanted("code and context that a first film leaves"),
     Wanted("bytes left after a film and unloading", target=0.0),
     Wanted("bytes left after unloading, 50 mixed films and pictures", target=0.0),
+    Wanted(WAN_5B, 0.98),
+    Wanted(f"{WAN_5B} fp8", 0.80, beside=WAN_5B),
+    Wanted(f"{WAN_5B} int8", beside=WAN_5B),
+    Wanted(f"{WAN_5B} nf4", beside=WAN_5B),
+    Wanted(WAN_14B, 0.98),
+    Wanted(f"{WAN_14B} fp8", 0.75, beside=WAN_14B),
+    Wanted(f"{WAN_14B} int8", beside=WAN_14B),
+    Wanted(f"{WAN_14B} nf4", beside=WAN_14B),
+    Wanted(WAN_DECODE, 0.45),
+    Wanted(f"{WAN_DECODE}: scratch", target=4.0),
+    Wanted("decode of 81 frames, Wan 14B 832x480"),
+    Wanted("decode of 81 frames, Wan 14B 832x480: scratch"),
+    *(Wanted(f"step, {OVI}{name}") for name in ("", " fp8", " int8", " nf4")),
+    Wanted(f"{OVI}, 50 steps, prompt to MP4", target=60.0),
+    *(
+        Wanted(f"{OVI}, 50 steps, prompt to MP4: {stage}")
+        for stage in ("encode_text", "denoise", "decode_sound", "decode")
+    ),
+    *(
+        Wanted(f"{OVI}, 4 steps in fp8, {place}{figure}")
+        for place in ("whole card, shared", "card of 24 GiB, shared", "card of 24 GiB, exclusive")
+        for figure in ("", ": most on the card by the driver")
+    ),
+    Wanted("code and context that a first film leaves, Wan and Ovi"),
+    Wanted("bytes left after a film and unloading, Wan and Ovi", target=0.0),
+    Wanted("bytes left after unloading, 50 mixed films, pictures and tracks", target=0.0),
+    Wanted("film of 10 s beside one of 5 s: memory of the supervisor, growth", target=DELIVERED),
+    Wanted("film of 10 s beside one of 5 s: memory of the worker, growth", target=DELIVERED),
     Wanted("sampled latents beside diffusers, relative L2, farthest", target=1e-5),
     Wanted("bytes of films beside diffusers, largest difference", target=1.0),
     Wanted("film of 1,189 frames: memory of the supervisor, growth"),

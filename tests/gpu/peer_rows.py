@@ -3,7 +3,7 @@
 `film_rows.py` and `sound_rows.py` say which rows there are. Each file is one run of `film.py` or `sound.py`,
 or has figures in its form from elsewhere. A figure has a target where the project has set one: a share of
 diffusers' figure of the same run, or a number. Of several runs the last one that measured a figure counts,
-beside diffusers if any did.
+beside diffusers if any did. Rows of the file that no run has measured stay.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 Figure = dict[str, Any]
+Row = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,11 @@ def with_scratch(run: Iterable[Figure]) -> Iterator[Figure]:
             yield figure | {"measure": name, "figure": figure["peak_gib"], "unit": "GiB"}
 
 
-def rows_of(wanted: Sequence[Wanted], runs: Iterable[Iterable[Figure]]) -> list[dict[str, object]]:
-    """Rows in the form of all benchmarks, in the order in which they are wanted."""
-    found: dict[str, dict[str, object]] = {}
+def rows_of(
+    wanted: Sequence[Wanted], runs: Iterable[Iterable[Figure]], earlier: Iterable[Row] = ()
+) -> list[Row]:
+    """Rows in the form of all benchmarks, in the order in which they are wanted; after `earlier` ones."""
+    found = {str(row["measure"]): row for row in earlier}
     for run in runs:
         figures = list(with_scratch(run))
         ours = {one["measure"]: one for one in figures if not is_theirs(one)}
@@ -63,7 +66,7 @@ def is_theirs(figure: Figure) -> bool:
     return str(figure.get("who", "")).startswith("diffusers")
 
 
-def row_of(wanted: Wanted, one: Figure, other: Figure | None) -> dict[str, object]:
+def row_of(wanted: Wanted, one: Figure, other: Figure | None) -> Row:
     """A row of ours beside theirs."""
     target = wanted.target
     if wanted.share is not None and other is not None:
@@ -91,11 +94,14 @@ def main(wanted: Sequence[Wanted], name: str) -> int:
     parser.add_argument("--write-docs", type=Path, metavar="FILE")
     settings = parser.parse_args()
     runs = (json.loads(file.read_text(encoding="utf-8")) for file in settings.runs)
-    rows = rows_of(wanted, runs)
+    file, earlier = settings.write_docs, []
+    if file and file.exists():
+        earlier = json.loads(file.read_text(encoding="utf-8"))
+    rows = rows_of(wanted, runs, earlier)
     print(table_of(rows, ratios=True))
-    if settings.write_docs:
-        settings.write_docs.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-        write_table(rows, settings.write_docs.name)
+    if file:
+        file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_table(rows, file.name)
     missed = [
         one["measure"]
         for one in rows

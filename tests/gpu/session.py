@@ -8,7 +8,6 @@ and all of them in the file; `sound_rows.py` makes rows of them.
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from functools import partial
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import moored
-from full_size import ASKED, bytes_of, guarded, machine, run_parts, settled, tell
+from full_size import begin, bytes_of, command_line, guarded, run_parts, settled, tell
 from sound import LYRICS, MODEL, Service, track
 
 SECONDS = 10.0
@@ -140,8 +139,7 @@ def left(service: Service) -> None:
 
 
 def sessions(binary: Path, work: Path) -> None:
-    service = Service(binary, work)
-    try:
+    with Service(binary, work).logged("sessions") as service:
         service.client.wait_until_ready(60)
         for what, measure in (
             ("first sound", first_sound),
@@ -151,21 +149,13 @@ def sessions(binary: Path, work: Path) -> None:
             ("left", left),
         ):
             guarded(what, partial(measure, service))
-    finally:
-        service.stop()
-        (work / "sessions.log").write_text("".join(service.log))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--binary", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="", help="a pattern of names")
-    settings = parser.parse_args()
-    ASKED.out, ASKED.only, ASKED.device = settings.out, settings.only, machine()
-    settings.work.mkdir(parents=True, exist_ok=True)
-    run_parts({"sessions": partial(sessions, settings.binary, settings.work)}, ["sessions"])
+    settings = command_line(__doc__, "sessions", "all figures").parse_args()
+    begin(settings)
+    parts = {"sessions": partial(sessions, settings.binary, settings.work)}
+    run_parts(parts, settings.parts.split(","))
 
 
 if __name__ == "__main__":

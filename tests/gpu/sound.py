@@ -10,7 +10,6 @@ figure, and all of them in the file, of which `sound_rows.py` makes the rows of 
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import time
@@ -23,19 +22,19 @@ import full_size
 import numpy as np
 import torch
 from full_size import (
-    ASKED,
     FIXTURES,
+    begin,
     bytes_of,
+    command_line,
     free_memory,
     guarded,
-    machine,
     made,
     peak_gib,
-    run_ms,
     run_parts,
     settled,
     show,
     tell,
+    tell_step,
     timed,
     write,
 )
@@ -200,34 +199,14 @@ def brought(service: Service, seconds: float, number: int) -> Any:
 
 
 def steps(binary: Path, work: Path) -> None:
-    service = Service(binary, work)
-    try:
+    with Service(binary, work).logged("steps") as service:
         for quantized in ("", "fp8", "int8", "nf4"):
             for seconds in (FOUR_MINUTES, 60):
                 what = f"{named(seconds)} {quantized}".strip()
                 model = f"{MODEL}+{quantized}" if quantized else MODEL
-                guarded(what, partial(steps_of, service, model, seconds, what))
+                make = partial(track, service, model, seconds, latent_only=True)
+                guarded(what, partial(tell_step, what, make, 4, 44))
         guarded("decode, encode", partial(whole_tracks, service))
-    finally:
-        service.stop()
-        (work / "steps.log").write_text("".join(service.log))
-
-
-def steps_of(service: Service, model: str, seconds: int, what: str) -> None:
-    # A step is the difference of two tracks, after one that brings in all that only a first one needs.
-    few, many = 4, 44
-    found = {}
-    for count in (few, few, many):
-        found[count] = track(service, model, seconds, count, latent_only=True)
-    show(found[many])
-    ms, stage = run_ms(found[many], "denoise")[-1]
-    more = {
-        "attention": stage.attention,
-        "peak_gib": round(stage.peak_scratch_bytes / 2**30, 3),
-        "predicted_gib": round(stage.predicted_scratch_bytes / 2**30, 3),
-    }
-    of_step = (ms - run_ms(found[few], "denoise")[-1][0]) / (many - few)
-    tell(what, of_step, "ms", who="moored", **more)
 
 
 def whole_tracks(service: Service) -> None:
@@ -347,15 +326,14 @@ class Cycles:
 
 def idle(binary: Path, work: Path) -> None:
     """What is left on the card when everything is unloaded, after a track and after many mixed jobs."""
-    service = Service(binary, work)
-    client = service.client
+    with Service(binary, work).logged("idle") as service:
+        client = service.client
 
-    def at_rest() -> int:
-        client.unload(timeout=60)
-        client.trim()
-        return settled(lambda: bytes_of(service))
+        def at_rest() -> int:
+            client.unload(timeout=60)
+            client.trim()
+            return settled(lambda: bytes_of(service))
 
-    try:
         client.wait_until_ready(60)
         bare = settled(lambda: bytes_of(service))
         cycles = Cycles(service)
@@ -381,21 +359,14 @@ def idle(binary: Path, work: Path) -> None:
         seconds = round(time.perf_counter() - began, 1)
         what = f"bytes left after unloading, {CYCLES} mixed cycles"
         tell(what, samples[-1], "bytes", who="moored", most=max(samples), seconds=seconds)
-    except BaseException:
-        print("".join(service.log[-40:]))
-        raise
-    finally:
-        service.stop()
-        (work / "idle.log").write_text("".join(service.log))
 
 
 def held(binary: Path, work: Path) -> None:
     """A swap, and four minutes encoded and decoded, behind a program that leaves 5.9 GiB of the card."""
     left_gib = 5.9
     for policy in ("shared", "exclusive"):
-        service = Service(binary, work, f"cards.policy={policy}", "queue.patience_foreign=2s")
-        held = None
-        try:
+        settings = (f"cards.policy={policy}", "queue.patience_foreign=2s")
+        with Service(binary, work, *settings).logged(f"held-{policy}") as service:
             service.client.wait_until_ready(60)
             free_memory()
             free = torch.cuda.mem_get_info()[0]
@@ -404,9 +375,6 @@ def held(binary: Path, work: Path) -> None:
             for by, quantized in (("job", ""), ("load, fp8", "+fp8")):
                 what = f"swap by a {by}, {FOUR_MINUTES} s repainted, {left_gib} GiB left, {policy}"
                 guarded(what, partial(_behind, service, quantized, what))
-        finally:
-            service.stop()
-            (work / f"held-{policy}.log").write_text("".join(service.log))
         del held
         free_memory()
 
@@ -434,16 +402,9 @@ def _behind(service: Service, quantized: str, what: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--binary", type=Path, required=True)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", default="make,peers,steps,idle,held")
-    parser.add_argument("--only", default="", help="a pattern of names: of peers, steps and held")
+    parser = command_line(__doc__, "make,peers,steps,idle,held", "peers, steps and held")
     settings = parser.parse_args()
-    ASKED.out, ASKED.only, ASKED.device = settings.out, settings.only, machine()
-    settings.work.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(1)
+    begin(settings)
     binary, work = settings.binary, settings.work
     parts = {
         "make": partial(make, work),

@@ -10,7 +10,6 @@ import os
 import random
 import signal
 import statistics
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,6 @@ from endings import JOB_TIMEOUT_S
 from figures import MIB, percentile
 from formats import FULL, PART
 from loading import wait_until_known
-from processes import Companion
 from streaming import digest
 
 MODELS = (checkpoints.MODELS[0], z_image_checkpoint.NAME)
@@ -148,34 +146,6 @@ def mixed_jobs(chance: random.Random, asked: Sequence[Request], count: int) -> l
     return [series[0], each, series[1]]
 
 
-class Peak:
-    """Looks at the card all the time."""
-
-    def __init__(self, bench: Bench, running: Running) -> None:
-        """Begins at once. A real card has a witness of its own for it."""
-        self._witness: Companion | None = None if bench.simulated else bench.witness()
-        self._running, self._stop = running, threading.Event()
-        self.most = 0
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(SAMPLE_S):
-            if self._witness is not None:
-                used = int(self._witness.ask("used")["used"])
-            else:
-                used = self._running.used()
-            self.most = max(self.most, used)
-
-    def end(self) -> int:
-        """No more; the most that was used."""
-        self._stop.set()
-        self._thread.join()
-        if self._witness is not None:
-            self._witness.end()
-        return self.most
-
-
 def mixed(bench: Bench, place: int) -> None:
     """Jobs on the small card of this number."""
     _make_models(bench)
@@ -188,17 +158,15 @@ def mixed(bench: Bench, place: int) -> None:
     with bench.serve(bench.small_card(cap)) as running:
         possible = [one for one in asked if one.ever_fits(running.client)]
         series = mixed_jobs(random.Random(SEED + place), possible, bench.scale.stream_jobs)
-        peak = Peak(bench, running)
-        try:
+        with running.peak() as jobs:
             outcomes += _in_lanes(running, series[0])
             outcomes += _in_lanes(running, series[1])
-            base, host_base = _at_rest(running)
+        base, host_base = _at_rest(running)
+        with running.peak() as more_jobs:
             outcomes += _in_lanes(running, series[2])
-            left, host_left = _at_rest(running)
-            memory, residents = running.status().memory, running.status().residents
-            restarts = running.status().worker_restarts
-        finally:
-            most = peak.end()
+        left, host_left = _at_rest(running)
+        memory, residents = running.status().memory, running.status().residents
+        restarts = running.status().worker_restarts
         log = "".join(running.service.log)
     seconds = time.monotonic() - began
     gone = _still_there(bench, nothing)
@@ -214,7 +182,7 @@ def mixed(bench: Bench, place: int) -> None:
     kills = sum(one.acted for one in outcomes if one.job.act == "kill")
     add(f"{key}.kills", f"workers killed, {what}", kills, "", "higher", float(KILLS))
     add(f"{key}.restarts", f"workers that were replaced, {what}", restarts, "", target=float(kills))
-    used, target = gigabytes(most - nothing), gigabytes(cap)
+    used, target = gigabytes(max(jobs.bytes, more_jobs.bytes) - nothing), gigabytes(cap)
     add(f"{key}.used", f"most on the card by NVML, {what}", used, "GB", target=target)
     add(f"{key}.left", f"bytes left by NVML, {what}", float(left - base), "bytes", target=0.0)
     booked = float(memory.components + memory.scratch + memory.unexplained + len(residents))

@@ -47,6 +47,11 @@ class Made:
     done: moored.Done
 
     @property
+    def computed_whole(self) -> bool:
+        """Whether no stage was cut into parts: the library convolves those by other algorithms."""
+        return all(one.cached or one.chunking == "whole" for one in self.done.stages)
+
+    @property
     def stages(self) -> dict[str, float]:
         """Milliseconds of moves and of the computation, by stage."""
         return {one.name: float(one.move_ms + one.run_ms) for one in self.done.stages}
@@ -67,20 +72,19 @@ class Beside:
 def followed(running: Running, stream: moored.EventStream[Any]) -> Made:
     """A job to its end, with its figures."""
     at: list[tuple[int, float]] = []
-    most, done = running.used(), None
+    done = None
     began = time.perf_counter()
-    with stream:
+    with running.peak() as peak, stream:
         for event in stream:
             if isinstance(event, moored.Step):
                 at.append((event.n, time.perf_counter()))
-                most = max(most, running.used())
             elif isinstance(event, moored.Done):
                 done = event
     if done is None or not at:
         raise RuntimeError("a job ended without its last event, or without a step")
     seconds, first = time.perf_counter() - began, at[0][1] - began
     made = digest(stream)
-    return Made(made, step_times(at), first, seconds, max(most, running.used()), done)
+    return Made(made, step_times(at), first, seconds, peak.bytes, done)
 
 
 def digest(stream: moored.EventStream[Any]) -> str:

@@ -13,6 +13,7 @@ import film_rows  # noqa: E402
 import peer_rows  # noqa: E402
 
 STEP, DECODE = film_rows.STEP, "decode of 5 latents, 832x480"
+WAN = film_rows.WAN_14B
 
 
 def figure(measure: str, value: float, who: str = "moored", **more: Any) -> peer_rows.Figure:
@@ -47,3 +48,28 @@ def test_a_later_run_without_diffusers_does_not_replace_one_beside_it() -> None:
     assert (scratch["value"], scratch["unit"], scratch["target"]) == (4, "GiB", 5)
     assert scratch["peer_value"] == 21
     assert rows[f"{STEP} nf4"]["target"] is None and rows[f"{STEP} nf4"]["peer"] == ""
+
+
+def test_wan_is_held_against_the_fastest_of_diffusers() -> None:
+    eager = figure(f"{WAN}, eager", 3000.0, "diffusers eager")
+    blocks = figure(f"{WAN}, blocks", 2500.0, "diffusers blocks")
+    compiled = figure(WAN, 2500.0, "diffusers compiled")
+    ours = [figure(WAN, 2400.0), figure(f"{WAN} fp8", 1900.0)]
+    rows = by_measure([eager, blocks, compiled, *ours])
+    assert [(row["target"], row["peer_value"]) for row in rows.values()] == [
+        (2450, 2500),
+        (1875, 2500),
+    ]
+    alone = by_measure([eager, *ours])
+    assert [(row["target"], row["peer"]) for row in alone.values()] == [(None, ""), (None, "")]
+
+
+def test_rows_of_the_file_stay_until_a_run_has_measured_them() -> None:
+    beside = [figure(DECODE, 800.0, "diffusers eager"), figure(DECODE, 300.0)]
+    first = [*beside, figure(STEP, 700.0), figure(WAN, 2600.0)]
+    earlier = peer_rows.rows_of(film_rows.ROWS, [first])
+    earlier.append(dict(earlier[0], measure="a figure of which there is no row any more"))
+    now = [figure(WAN, 2400.0), figure(DECODE, 290.0)]
+    rows = peer_rows.rows_of(film_rows.ROWS, [now], earlier)
+    found = [(row["measure"], row["value"]) for row in rows]
+    assert found == [(STEP, 700), (DECODE, 300), (WAN, 2400)]

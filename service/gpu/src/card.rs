@@ -229,6 +229,15 @@ pub trait Gpu {
         Ok(self.memory()?.free.min(enough))
     }
 
+    /// Makes the activation pool hold one free block of these bytes, from which the next stage allocates. If the driver has no such
+    /// block, the pool is extended as the stage allocates.
+    ///
+    /// # Errors
+    /// [`GpuError::Lost`].
+    fn reserve_scratch(&mut self, _bytes: Bytes) -> Result<(), GpuError> {
+        Ok(())
+    }
+
     /// Starts measuring the activation peak of a stage; [`Gpu::stage_peak`] ends it.
     fn begin_stage(&mut self);
 

@@ -137,6 +137,7 @@ impl Card {
         let mut timeline = Timeline::begin("run");
         let on_host = self.components_on_host(run, rung, link)?;
         let largest_block = self.defragment(stage.scratch, link)?;
+        self.reserve_where_tight(stage.scratch, link)?;
         let room = self.ledger.usable();
         let before = self.ledger.summary();
         let lease = self
@@ -203,6 +204,21 @@ impl Card {
             tracing::warn!(%scratch, %largest, %free, "memory for a stage is not there in one piece");
         }
         Ok(Some(largest))
+    }
+
+    /// Reserves a stage's scratch as one block where less than as much would be left. A pool that the driver extends as it likes keeps
+    /// more than is in use at any time, in pieces that later allocations do not fit: as much again, by which a service with a limit
+    /// would exceed it.
+    fn reserve_where_tight(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<(), MoveError> {
+        let accounts = self.ledger.accounts();
+        if (accounts.free + accounts.slack) - scratch >= scratch {
+            return Ok(());
+        }
+        if accounts.slack > Bytes::ZERO {
+            self.trim_slack(link)?;
+        }
+        self.gpu.reserve_scratch(scratch)?;
+        self.reconcile_after_change()
     }
 
     /// Runs the family's computation. A panic ends the stage only: tensors are dropped during unwinding.

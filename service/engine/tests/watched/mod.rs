@@ -112,6 +112,10 @@ impl<G: Gpu, W: Watch<G>> Gpu for Watched<G, W> {
         self.watch.after(&self.card, "trim".to_owned());
         result
     }
+    fn reserve_scratch(&mut self, bytes: Bytes) -> Result<(), GpuError> {
+        self.card.reserve_scratch(bytes)
+    }
+
     fn largest_allocation(&mut self, enough: Bytes) -> Result<Bytes, GpuError> {
         self.card.largest_allocation(enough)
     }

@@ -48,8 +48,9 @@ const CUBLAS_WORKSPACE: Bytes = Bytes::mib(32);
 /// our process, the excess counts as foreign.
 const CONTEXT_GROWTH: Bytes = Bytes::mib(256);
 
-/// Rounding of the pools of a component and of the load's workspace: each grows in steps of 32 MiB.
-const POOL_ROUNDING: Bytes = Bytes::mib(64);
+/// What a load's workspace leaves free: the pools of the component and of the workspace grow in steps of 32 MiB, and the context by
+/// the code of kernels that quantize.
+const LOAD_MARGIN: Bytes = Bytes::mib(128);
 
 /// Precision of the search for the largest allocation.
 const PROBE_STEP: Bytes = Bytes::mib(16);
@@ -387,7 +388,7 @@ impl CudaCard {
         if needed > free {
             return Err(LoadError::OutOfMemory { needed, free });
         }
-        let room = free - booked - POOL_ROUNDING;
+        let room = free - booked - LOAD_MARGIN;
         let pool = Pool::new(&self.context);
         let pool = self.latch(pool).map_err(gone)?;
         timeline.part("open files, make a pool");
@@ -671,6 +672,14 @@ impl Gpu for CudaCard {
         Ok(least)
     }
 
+    fn reserve_scratch(&mut self, bytes: Bytes) -> Result<(), GpuError> {
+        self.check_alive()?;
+        // Until it is synchronized, what was freed counts as used.
+        let mapped = self.activations.map(bytes.0, &self.stream);
+        let mapped = mapped.and_then(|()| self.stream.synchronize());
+        self.latch(mapped)
+    }
+
     fn begin_stage(&mut self) {
         let began = self
             .activations
@@ -682,6 +691,7 @@ impl Gpu for CudaCard {
     fn stage_peak(&mut self) -> Bytes {
         let peak = self.stream.synchronize().and_then(|()| self.activations.peak());
         let peak = self.latch(peak).unwrap_or(self.stage_baseline);
+        self.log_stage_peak(peak);
         if let Err(error) = self.measure_context(true) {
             tracing::warn!(%error, "the size of the context is not known");
         }
@@ -704,6 +714,15 @@ impl Gpu for CudaCard {
 }
 
 impl CudaCard {
+    fn log_stage_peak(&self, peak: Bytes) {
+        if let (Ok(pools), Ok(reserved)) = (self.pools(), self.activations.reserved_peak()) {
+            tracing::debug!(
+                %peak, %reserved, reserved_now = %pools.scratch_reserved, components = %pools.components_reserved,
+                workspaces = %pools.workspaces, context = %self.context_bytes(), "peak of the activations' pool"
+            );
+        }
+    }
+
     /// Writes to an unmapped address, as a faulty kernel does. Everything on the card fails afterwards.
     fn poison(&mut self) -> candle_core::Result<()> {
         const KERNEL: &str = "

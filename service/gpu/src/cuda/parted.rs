@@ -16,7 +16,7 @@ use super::pool::is_out_of_memory;
 use super::region::Region;
 use super::staging::{Reading, Staging, Temporary, lost};
 use super::streaming::{CudaWeightStream, FileSource, ReadTo, Runs, Unowned};
-use super::{CudaCard, POOL_ROUNDING, tensor_at};
+use super::{CudaCard, LOAD_MARGIN, tensor_at};
 use crate::blocks::{ALIGNMENT, BlockPlace, Placement, RING_BLOCKS, StreamedBlock, Uses};
 use crate::card::{Arrival, GpuError, Unloaded};
 use crate::host_tier::HoldsMemory;
@@ -274,7 +274,7 @@ impl CudaCard {
         if needed > free {
             return Err(LoadError::OutOfMemory { needed, free });
         }
-        let room = free - booked - POOL_ROUNDING;
+        let room = free - booked - LOAD_MARGIN;
         let (layout, mut region) = RegionLayout::new(&self.context, sources).map_err(lost)?;
         timeline.part("open files, reserve addresses");
         let kept = self.host.take(&component.id);
@@ -692,7 +692,7 @@ impl CudaCard {
                 sources: &wanted,
                 addresses: (0..).zip(places).collect(),
                 files: &held.files,
-                room: free - grown,
+                room: free - grown - LOAD_MARGIN,
             };
             self.fill(&wanted, &filling, &mut |_| ControlFlow::Continue(()))?;
             reader::check_unchanged(&held.files)?;

@@ -73,9 +73,16 @@ impl Pool {
         self.get(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)
     }
 
-    /// Resets the peak to the bytes allocated now.
+    /// Maximum of reserved bytes since [`Pool::forget_peak`].
+    pub(super) fn reserved_peak(&self) -> Result<Bytes, DriverError> {
+        self.get(Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)
+    }
+
+    /// Resets both peaks to the bytes of now.
     pub(super) fn forget_peak(&self) -> Result<(), DriverError> {
-        self.set(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0) // the only value that it can be set to
+        // The only value that they can be set to.
+        self.set(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)?;
+        self.set(Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH, 0)
     }
 
     /// Returns unused memory to the card. Without a prior synchronization, recently freed memory still counts as

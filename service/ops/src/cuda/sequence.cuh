@@ -77,7 +77,7 @@ __device__ inline void pcm16(const Pcm16Arguments& a) {
 
 struct ScalesArguments {
     const void* direction;  // T, [rows, columns]
-    const void* length;     // T, [rows]
+    const float* length;    // [rows]
     float* out;             // [rows]
     unsigned long long columns;
 };
@@ -93,7 +93,7 @@ __device__ inline void weight_scales(const ScalesArguments& a) {
         sum += number * number;
     }
     sum = sum_of_block(sum, warps);
-    if (threadIdx.x == 0) a.out[blockIdx.x] = to_f32(static_cast<const T*>(a.length)[blockIdx.x]) / sqrtf(sum);
+    if (threadIdx.x == 0) a.out[blockIdx.x] = a.length[blockIdx.x] / sqrtf(sum);
 }
 
 struct FoldArguments {

@@ -139,16 +139,18 @@ pub(crate) fn pcm16(samples: &Tensor) -> Result<(Vec<u8>, bool)> {
 
 /// `length / ‖direction‖` of each row, f32; as many lengths as rows, of which there is at least one.
 pub(crate) fn weight_scales(direction: &Tensor, length: &Tensor) -> Result<Tensor> {
-    let (direction, length) = (direction.contiguous()?, length.contiguous()?);
-    if direction.dtype() != length.dtype() {
-        candle_core::bail!(
-            "directions of {:?} and lengths of {:?}",
-            direction.dtype(),
-            length.dtype()
-        );
-    }
+    let direction = direction.contiguous()?;
     let rows = length.elem_count();
     let device = direction.device().as_cuda_device()?;
+    // Files may hold lengths in another dtype than directions.
+    let length = match length.dtype() {
+        DType::F32 => length.contiguous()?,
+        _ => {
+            let wide = unwritten(&[rows], DType::F32, device)?;
+            crate::copy_rows(&length.contiguous()?.flatten_all()?, &wide)?;
+            wide
+        }
+    };
     let scales = unwritten(&[rows], DType::F32, device)?;
     let arguments = ScalesArguments {
         direction: address_of(&direction)?,
