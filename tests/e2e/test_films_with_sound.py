@@ -14,9 +14,10 @@ import av
 import moored
 import numpy as np
 import pytest
-from faults import assert_at_rest, kill_worker, retries
+from faults import assert_at_rest, ended, kill_worker, retries
 from numpy.typing import NDArray
 from test_media import CHANNELS, FRAMES, RATE, SAMPLE_RATE, SIDE, assert_film
+from waiting import until
 
 from service import INSTANT_MODELS, Service
 
@@ -161,6 +162,21 @@ def test_a_worker_killed_in_a_decode_loses_neither_frames_nor_samples(
     assert arrived == len(result.audio.data)
     if output == "raw+mp4":
         assert result.mp4 == whole.mp4
+    assert_at_rest(client)
+
+
+def test_a_client_that_stops_reading_a_film_with_sound_is_disconnected(
+    client: moored.Client,
+) -> None:
+    asked: dict[str, Any] = {"model": "talkie", "width": 1024, "height": 1024, "frames": 121}
+    with client.stream_video("a wave", output="raw", **asked) as stream:
+        next(stream)
+        # 363 MiB of frames and their sound, of which nobody reads any.
+        until(client, lambda status: status.jobs == ())
+        assert ended(client, stream.job_id).state == "cancelled"
+        with pytest.raises(moored.SlowReader):
+            stream.result()
+    assert_heard(client.generate_video("a wave", model="talkie", seed=7).audio)
     assert_at_rest(client)
 
 

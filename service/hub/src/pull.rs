@@ -434,9 +434,27 @@ impl Hub {
                 selection::wanted(&model.id, &folders, names)
             }
             None => match self.families.own_layout(names) {
-                Some(layout) => selection::of_own_layout(&model.id, &layout, names),
+                Some(layout) => {
+                    if let Some(configuration) = &layout.configuration {
+                        let text = session.read(model, commit, configuration).await?;
+                        self.check_is_run(&model.id, &text)?;
+                    }
+                    selection::of_own_layout(&model.id, &layout, names)
+                }
                 None => self.adapter_files(session, model, commit, names).await,
             },
+        }
+    }
+
+    /// Refuses a configuration of a class that is known and does not run.
+    fn check_is_run(&self, id: &str, configuration: &[u8]) -> Result<(), PullError> {
+        let class = class_of(id, configuration)?;
+        match self.families.class_not_run(&class) {
+            None => Ok(()),
+            Some(other) => Err(PullError::NotAPipeline(format!(
+                "{id} is {other} ({}), which does not run here; nothing was fetched",
+                shown(&class)
+            ))),
         }
     }
 
@@ -594,7 +612,11 @@ fn missing_of(families: &dyn Families, id: &str, snapshot: &Path) -> Result<Vec<
     let Ok(index) = gpu::read_bounded(&snapshot.join(INDEX), INDEX_BYTES) else {
         if let Some(layout) = families.own_layout(&names) {
             let folders: Vec<&str> = layout.folders.iter().map(String::as_str).collect();
-            return Ok(selection::missing(&folders, &names));
+            let mut missing = selection::missing(&folders, &names);
+            if layout.files.iter().any(|file| file == selection::CONFIGURATION) {
+                missing.extend(selection::missing_at_root(&names));
+            }
+            return Ok(missing);
         }
         if families.has_transformer(snapshot) {
             return Ok(selection::missing_at_root(&names));

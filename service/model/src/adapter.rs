@@ -207,6 +207,16 @@ pub enum AdapterError {
         /// The first tensor of this kind.
         tensor: String,
     },
+    /// A part of a kind that is not applied, without which the rest means the same.
+    #[error(
+        "it has {kind} ({tensor}), which is not applied here: ask for it with unknown tensors ignored to use the rest"
+    )]
+    Separate {
+        /// For display: `LoKr`, `a difference of a bias`.
+        kind: &'static str,
+        /// The first tensor of this kind.
+        tensor: String,
+    },
     /// The family takes no adapters.
     #[error("models of the family {family} take no adapters")]
     NotTaken { family: &'static str },

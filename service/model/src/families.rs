@@ -12,6 +12,8 @@ pub struct OwnLayout {
     pub folders: Vec<String>,
     /// Further files.
     pub files: Vec<String>,
+    /// The configuration that names the class of the model, where a model of another class may have the same files.
+    pub configuration: Option<String>,
 }
 
 /// The configuration of a pipeline's transformer, such as the axes of its rotary embedding.
@@ -50,6 +52,9 @@ pub trait Families: ModelOpener {
 
     /// The files that are read of a repository in the layout of a family's authors, from the names of all files there.
     fn own_layout(&self, files: &[&str]) -> Option<OwnLayout>;
+
+    /// The name of the model with a configuration of this class, if it is known and does not run.
+    fn class_not_run(&self, class: &str) -> Option<&'static str>;
 
     /// Whether a folder holds a model in the layout of a family's authors.
     fn has_own_layout(&self, folder: &Path) -> bool;

@@ -7,6 +7,36 @@ use serde::Deserialize;
 use crate::files::{damaged, read_json};
 use crate::{Medium, ModelError, Reads, Request, RequestError, Sampling};
 
+/// The shift of the times of steps that `moored.json` in a model's folder has.
+///
+/// # Errors
+/// When the file cannot be read, or its shift is not more than 0.
+pub(crate) fn folder_shift(folder: &Path) -> Result<Option<f32>, ModelError> {
+    let path = folder.join("moored.json");
+    match path.is_file() {
+        true => written_shift(&path),
+        false => Ok(None),
+    }
+}
+
+/// The `shift` in a file of settings.
+///
+/// # Errors
+/// As [`folder_shift`].
+pub(crate) fn written_shift(path: &Path) -> Result<Option<f32>, ModelError> {
+    #[derive(Deserialize)]
+    struct Written {
+        shift: Option<f32>,
+    }
+    let Written { shift } = read_json(path)?;
+    match shift {
+        Some(shift) if !(shift > 0.0 && shift.is_finite()) => {
+            Err(damaged(path, format!("shift is {shift}; it must be more than 0")))
+        }
+        shift => Ok(shift),
+    }
+}
+
 /// Applies `moored.json` in a model's folder to the family's default request, of any medium; the model reads these optional
 /// fields.
 ///

@@ -251,6 +251,10 @@ impl Families for FamilyList {
         self.families.iter().find_map(|family| family.own_layout(files))
     }
 
+    fn class_not_run(&self, class: &str) -> Option<&'static str> {
+        class_not_run(class)
+    }
+
     fn has_own_layout(&self, folder: &Path) -> bool {
         self.families.iter().any(|family| family.has_own_layout(folder))
     }

@@ -57,9 +57,9 @@ pub(crate) fn recorded<T>(work: impl FnOnce() -> T) -> (T, ReadFiles) {
     (done, read.unwrap_or_default())
 }
 
-/// Counts a text file as read on this thread.
-pub(crate) fn count_as_read(path: &Path, text: &str) {
-    let hash = *blake3::hash(text.as_bytes()).as_bytes();
+/// Counts a file of this content as read on this thread.
+pub(crate) fn count_as_read(path: &Path, content: impl AsRef<[u8]>) {
+    let hash = *blake3::hash(content.as_ref()).as_bytes();
     count_all_as_read(&ReadFiles::from([(path.to_owned(), hash)]));
 }
 
@@ -88,6 +88,19 @@ pub(crate) fn read_text(path: &Path) -> Result<String, ModelError> {
     })?;
     count_as_read(path, &text);
     Ok(text)
+}
+
+/// Reads a file of other content than text.
+///
+/// # Errors
+/// As [`read_text`].
+pub(crate) fn read_bytes(path: &Path) -> Result<Vec<u8>, ModelError> {
+    let bytes = gpu::read_bounded(path, LONGEST_TEXT).map_err(|error| match error.kind() {
+        ErrorKind::NotFound => incomplete(path, "it is missing: download the model again"),
+        _ => damaged(path, format!("it cannot be read: {error}")),
+    })?;
+    count_as_read(path, &bytes);
+    Ok(bytes)
 }
 
 /// Reads a JSON file that contains an object. (serde would accept a list for a struct as well, and would read an empty list as

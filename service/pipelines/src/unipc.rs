@@ -68,6 +68,16 @@ impl Default for UniPcConfig {
 }
 
 impl UniPcConfig {
+    /// The scheduler of Wan's pipelines, with this shift.
+    pub(crate) fn shifted(flow_shift: f64) -> UniPcConfig {
+        UniPcConfig {
+            flow_shift,
+            prediction_type: "flow_prediction".to_owned(),
+            use_flow_sigmas: true,
+            ..UniPcConfig::default()
+        }
+    }
+
     /// The scheduler of a pipeline's folder.
     ///
     /// # Errors

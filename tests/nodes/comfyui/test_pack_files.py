@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 from node_texts import LOCALES, PACK, PAGES, inputs_of, texts, with_lists
 from object_info import golden
 from PIL import Image
+
+from service import ROOT
 
 NODES = golden()["nodes"]
 WORKFLOWS = sorted((PACK / "example_workflows").glob("*.json"))
@@ -64,6 +67,17 @@ def test_there_are_examples_for_what_people_begin_with() -> None:
     music = {"first_music", "text_to_music", "repaint_music", "cover_music"}
     names = {path.stem for path in WORKFLOWS}
     assert names == pictures | films | music | {"low_memory", "latent_round_trip"}
+
+
+def test_examples_name_models_as_the_service_lists_them() -> None:
+    """Lists have the ids of the hub, also of a model that was pulled by its short name."""
+    catalogue = tomllib.loads((ROOT / "service/hub/src/catalogue.toml").read_text(encoding="utf-8"))
+    short = {model["id"] for model in catalogue["models"]}
+    for path in WORKFLOWS:
+        nodes = (node for node in load(path)["nodes"] if node["type"] == "MooredLoadModel")
+        for name in (node["widgets_values"][0] for node in nodes):
+            others = name.startswith("moored/") or name == "black-forest-labs/FLUX.1-Kontext-dev"
+            assert others or name in short, f"{path.stem}: {name}"
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 from headless import LIBRARY, MANIFEST, Headless
-from make_workflows import EDIT, PROMPT
+from make_workflows import EDIT, FILM_MODEL, FRAMEPACK, PROMPT, SPEAKING_MODEL
 from PIL import Image, ImageChops
 
-from service import Service
+from service import ROOT, Service
 
 HERE = Path(__file__).parent
 TEMPLATES = json.loads((LIBRARY / MANIFEST).read_text())["workflows"]
@@ -36,6 +38,18 @@ def run(manifest: Path, template: str, service: Service) -> dict[str, Any]:
 def picture(shown: dict[str, str]) -> Image.Image:
     """The picture that a node gave."""
     return Image.open(shown["image"]).convert("RGB")
+
+
+def test_templates_name_models_as_the_service_lists_them() -> None:
+    """Lists have the ids of the hub, also of a model that was pulled by its short name."""
+    catalogue = tomllib.loads((ROOT / "service/hub/src/catalogue.toml").read_text(encoding="utf-8"))
+    short = {model["id"] for model in catalogue["models"]}
+    named = {FILM_MODEL, FRAMEPACK, SPEAKING_MODEL}
+    assert named <= short
+    for template in TEMPLATES:
+        text = (LIBRARY / template).read_text(encoding="utf-8")
+        of_hub = set(re.findall(r'value="([\w.-]+/[\w.-]+(?::[\w.-]+)?)"', text))
+        assert {name for name in of_hub if not name.startswith("moored/")} <= named, template
 
 
 def test_text_to_image(engine: Headless, manifest: Path, demo_service: Service) -> None:

@@ -221,7 +221,7 @@ fn write_wan(folder: &Path, tiny: &str, transformer: &Value) {
     let vae = match tiny {
         "wan-ti2v-tiny" => json!({"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": true,
             "in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16,
-            "latents_mean": vec![0.0; 48], "latents_std": vec![1.0; 48]}),
+            "latents_mean": WanVaeConfig::wan_2_2().latents_mean, "latents_std": WanVaeConfig::wan_2_2().latents_std}),
         _ => json!({}),
     };
     write(&folder.join("vae"), vae, DIFFUSERS, |config: WanVaeConfig| {
@@ -277,4 +277,52 @@ pub(super) fn write_model(name: &str, folder: &Path) -> PathBuf {
         other => panic!("write the published shapes of {other} here"),
     }
     folder.to_owned()
+}
+
+/// Bytes of a parameter in the published files: f32, or bf16.
+const WIDE: u64 = 4;
+const HALVED: u64 = 2;
+
+/// The hub's files are the parameters of their components, so their sizes are known by the types that these are stored in: the
+/// transformers and the autoencoders in f32, UMT5 in f32 for 1.3B and else in bf16, and Ovi's model in bf16. Tokenizers and
+/// configurations are some megabytes more.
+#[test]
+fn downloads_of_films_are_those_of_their_parameters() {
+    /// Of MMAudio's autoencoder with its encoder, and of its vocoder, which are not all read.
+    const OF_SOUND: u64 = 171_700_000 + 112_200_000;
+    let count = |shapes: Vec<(String, Vec<usize>)>| -> u64 {
+        let sizes = shapes.iter().map(|(_, shape)| shape.iter().product::<usize>());
+        sizes.sum::<usize>() as u64
+    };
+    let transformer = |config: serde_json::Value| {
+        let config: WanTransformer = serde_json::from_value(config).unwrap();
+        count(config.tensor_shapes().collect())
+    };
+    let small = transformer(json!({"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30}));
+    let ti2v = transformer(
+        json!({"num_attention_heads": 24, "ffn_dim": 14_336, "num_layers": 30, "in_channels": 48,
+        "out_channels": 48}),
+    );
+    let [from_text, from_picture] = [16, 36].map(|channels| transformer(json!({"in_channels": channels})));
+    let text: T5Config =
+        serde_json::from_value(json!({"vocab_size": 256_384, "d_model": 4096, "d_ff": 10240,
+        "num_layers": 24, "num_heads": 64, "feed_forward_proj": "gated-gelu", "model_type": "umt5"}))
+        .unwrap();
+    let text = count(text.tensor_shapes(&|_| false));
+    let vae = count(WanVaeConfig::default().tensor_shapes());
+    let vae_2_2 = count(WanVaeConfig::wan_2_2().tensor_shapes());
+    let fusion = count(FusionConfig::default().tensor_shapes());
+    let ovi = HALVED * (fusion + text) + WIDE * (vae_2_2 + OF_SOUND);
+    for (name, bytes) in [
+        ("wan2.1-t2v-1.3b", WIDE * (small + text + vae)),
+        ("wan2.2-ti2v-5b", WIDE * (ti2v + vae_2_2) + HALVED * text),
+        ("wan2.2-t2v-a14b", WIDE * (2 * from_text + vae) + HALVED * text),
+        ("wan2.2-i2v-a14b", WIDE * (2 * from_picture + vae) + HALVED * text),
+        ("ovi-1.0", ovi),
+        ("ovi-1.1-960-5s", ovi),
+        ("ovi-1.1-960-10s", ovi),
+    ] {
+        let (says, found) = (super::find(name).unwrap().download_gb, bytes as f64 / 1e9);
+        assert!((says - found).abs() < 0.1, "{name}: {says} GB, and {found}");
+    }
 }

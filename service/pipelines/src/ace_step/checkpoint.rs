@@ -104,6 +104,7 @@ pub(super) fn own_layout(files: &[&str]) -> Option<OwnLayout> {
     Some(OwnLayout {
         folders: ["vae", QWEN, model].map(str::to_owned).to_vec(),
         files: vec![format!("{model}/{silence}")],
+        configuration: None,
     })
 }
 

@@ -4,8 +4,6 @@ use std::path::Path;
 
 use gpu::CheckpointFile;
 
-use serde::Deserialize;
-
 use super::authors::parts_of_authors;
 use super::checkpoint::Places;
 use super::config::{ConditionConfig, TokenConfig, TransformerConfig};
@@ -25,8 +23,8 @@ use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentSet, Wanted, component_of_checkpoint, component_of_folder,
     exact_component, open_single_file, whole,
 };
-use crate::defaults::folder_defaults;
-use crate::files::{check_pairs, checked, damaged, read_json, unsupported};
+use crate::defaults::{folder_defaults, folder_shift};
+use crate::files::{check_pairs, checked, damaged, unsupported};
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{Audio, Medium, ModelError, ModelParts, Precision, Request};
@@ -60,14 +58,6 @@ fn defaults(is_turbo: bool) -> Request {
         true => Request::of(audio, 8, 1.0, MAX_TEXT_TOKENS),
         false => Request::of(audio, 50, 7.0, MAX_TEXT_TOKENS),
     }
-}
-
-/// The keys of `moored.json` in a model's folder, other than the default request.
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-struct Written {
-    /// Shift of the times of steps.
-    shift: Option<f32>,
 }
 
 /// The components of a checkpoint, with their configurations.
@@ -152,7 +142,7 @@ impl AceStepModel {
         Ok(Some(AceStepModel {
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
-            shift: shift_of(&base)?,
+            shift: folder_shift(&base)?.unwrap_or(SHIFT),
             transformer: transformer.0,
             condition: condition.0,
             text: text.0,
@@ -160,22 +150,6 @@ impl AceStepModel {
             tokens,
             tokenizer,
         }))
-    }
-}
-
-/// The shift of a model: that of `moored.json` in its folder, or the reference's.
-fn shift_of(folder: &Path) -> Result<f32, ModelError> {
-    let path = folder.join("moored.json");
-    let written: Written = match path.is_file() {
-        true => read_json(&path)?,
-        false => Written::default(),
-    };
-    match written.shift.unwrap_or(SHIFT) {
-        shift if shift > 0.0 && shift.is_finite() => Ok(shift),
-        shift => Err(damaged(
-            &path,
-            format!("shift is {shift}; it must be more than 0"),
-        )),
     }
 }
 

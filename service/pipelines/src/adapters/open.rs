@@ -232,7 +232,8 @@ fn of_header(error: LoadError) -> AdapterError {
 /// Pairs by target component and by the layer's name in the file, with the layers that the name denotes.
 type Pairs<'a> = BTreeMap<(usize, &'a str), (&'a [LayerPart], Pair<'a>)>;
 
-/// The pairs of a file, and the names of its tensors that are of no target, or of an unsupported kind that may be left out.
+/// The pairs of a file, and the names of its tensors that are of no target, or of an unsupported kind that may be left out. Such a
+/// kind beside pairs is an error, unless unknown tensors are ignored.
 fn pairs<'a>(
     checkpoint: &'a CheckpointFile,
     targets: &'a [TargetComponent],
@@ -240,9 +241,11 @@ fn pairs<'a>(
 ) -> Result<(Pairs<'a>, Vec<String>), AdapterError> {
     let mut pairs = Pairs::new();
     let mut unknown = Vec::new();
+    let mut separate = None;
     for (tensor, entry) in checkpoint.tensors() {
         match unsupported_kind(tensor) {
-            Some(kind) if kind.is_separate && ignores_unknown => {
+            Some(kind) if kind.is_separate => {
+                separate = separate.or(Some((kind, tensor)));
                 unknown.push(tensor.to_owned());
                 continue;
             }
@@ -277,7 +280,13 @@ fn pairs<'a>(
             }
         }
     }
-    Ok((pairs, unknown))
+    match separate {
+        Some((kind, tensor)) if !ignores_unknown && !pairs.is_empty() => Err(AdapterError::Separate {
+            kind: kind.name,
+            tensor: tensor.to_owned(),
+        }),
+        _ => Ok((pairs, unknown)),
+    }
 }
 
 /// The terms of a pair: one for each layer that its name denotes. Layers that are fused in the file share `down`,

@@ -18,15 +18,15 @@ pub(crate) struct ComponentPlace {
 }
 
 impl ComponentPlace {
-    /// Configuration and place of a component with this folder. Where the folder has no weights, the single file is searched. A
-    /// single file without a configuration has the published configuration.
+    /// Configuration and place of a component with this folder. Where the folder has no weights, the single file is searched.
+    /// `without_configuration` is the configuration of a single file that has none beside it.
     ///
     /// # Errors
     /// When its configuration cannot be read, or is not supported.
     pub(crate) fn of<C: DeserializeOwned>(
         folder: &Path,
         companion: impl FnOnce() -> Option<PathBuf>,
-        published: impl FnOnce() -> C,
+        without_configuration: impl FnOnce(&Path) -> Result<C, ModelError>,
         check: fn(&C) -> Result<(), String>,
     ) -> Result<(C, ComponentPlace), ModelError> {
         let config = folder.join("config.json");
@@ -36,7 +36,7 @@ impl ComponentPlace {
         };
         Ok(match file {
             Some(file) if !config.is_file() => (
-                published(),
+                without_configuration(&file)?,
                 ComponentPlace {
                     place: file,
                     is_file: true,
@@ -52,6 +52,11 @@ impl ComponentPlace {
                 },
             ),
         })
+    }
+
+    /// The single file, if it is one.
+    pub(crate) fn file(&self) -> Option<&Path> {
+        self.is_file.then_some(self.place.as_path())
     }
 
     /// The component at the place, with the tensors of `shapes`, which may query which names exist. `rename` returns the names

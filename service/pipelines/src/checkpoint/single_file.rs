@@ -110,8 +110,7 @@ pub(crate) fn base_beside(
     family: &str,
     is_of_family: &dyn Fn(&Path) -> Result<bool, ModelError>,
 ) -> Result<PathBuf, ModelError> {
-    let mut bases = beside(transformer)?;
-    bases.retain(|folder| is_of_family(folder).unwrap_or(false));
+    let bases = bases_beside(transformer, is_of_family)?;
     let own = letters_of(transformer);
     let longest = bases
         .iter()
@@ -132,6 +131,19 @@ pub(crate) fn base_beside(
             ),
         )),
     }
+}
+
+/// The folders beside a transformer that may be its base.
+///
+/// # Errors
+/// When they cannot be listed.
+pub(crate) fn bases_beside(
+    transformer: &Path,
+    is_of_family: &dyn Fn(&Path) -> Result<bool, ModelError>,
+) -> Result<Vec<PathBuf>, ModelError> {
+    let mut bases = beside(transformer)?;
+    bases.retain(|folder| is_of_family(folder).unwrap_or(false));
+    Ok(bases)
 }
 
 /// The letters and digits of a name, in lower case. For a repository in a hub cache this is the repository's name, and for a
@@ -219,17 +231,23 @@ pub(crate) fn companion(file: &Path, base: &Path, comfy_folder: &str, stem: &str
     let folder = file.parent().unwrap_or(Path::new("."));
     let comfy = folder.parent().map(|models| models.join(comfy_folder));
     let folders = [Some(folder.to_owned()), Some(base.to_owned()), comfy];
-    folders.into_iter().flatten().find_map(|folder| {
-        let entries = std::fs::read_dir(folder).ok()?;
-        let paths = entries.flatten().map(|entry| entry.path());
-        let is_it = |path: &PathBuf| {
-            let name = path.file_stem().and_then(|stem| stem.to_str());
-            let behind = name.and_then(|name| name.strip_prefix(stem));
-            behind.is_some_and(|behind| behind.is_empty() || behind.starts_with(['_', '-', '.']))
-                && is_single_file(path)
-        };
-        paths.filter(is_it).min()
-    })
+    folders
+        .into_iter()
+        .flatten()
+        .find_map(|folder| file_in(&folder, stem))
+}
+
+/// The single file in a folder whose name is `stem`, or `stem` followed by `_`, `-` or `.`.
+pub(crate) fn file_in(folder: &Path, stem: &str) -> Option<PathBuf> {
+    let entries = std::fs::read_dir(folder).ok()?;
+    let paths = entries.flatten().map(|entry| entry.path());
+    let is_it = |path: &PathBuf| {
+        let name = path.file_stem().and_then(|stem| stem.to_str());
+        let behind = name.and_then(|name| name.strip_prefix(stem));
+        behind.is_some_and(|behind| behind.is_empty() || behind.starts_with(['_', '-', '.']))
+            && is_single_file(path)
+    };
+    paths.filter(is_it).min()
 }
 
 #[cfg(test)]

@@ -333,6 +333,11 @@ impl Checkpoint {
         self.tensors.keys().map(String::as_str)
     }
 
+    /// The shape of a tensor; `None` if it is missing, or stored in an unsupported way.
+    pub(crate) fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        self.tensor(name).ok().map(|tensor| tensor.shape)
+    }
+
     /// The length of an axis of a tensor.
     ///
     /// # Errors

@@ -22,7 +22,7 @@ pub(crate) enum Naming {
 pub(crate) enum TransformerPlace {
     /// In a separate folder, with its configuration.
     Folder(PathBuf),
-    /// Alone in a file.
+    /// Alone in a file, or in a folder of its authors, whose names it has.
     SingleFile {
         path: PathBuf,
         checkpoint: Checkpoint,
@@ -66,6 +66,18 @@ impl TransformerPlace {
         base: &Path,
         wanted: Requested,
     ) -> Result<(C, ComponentFiles), ModelError> {
+        self.open_over(|| of_base(base), wanted)
+    }
+
+    /// As [`TransformerPlace::open`], with the settings that the tensors of a single file do not show.
+    ///
+    /// # Errors
+    /// As [`TransformerPlace::open`].
+    pub(crate) fn open_over<C: TransformerFiles>(
+        self,
+        of_base: impl FnOnce() -> Result<C, ModelError>,
+        wanted: Requested,
+    ) -> Result<(C, ComponentFiles), ModelError> {
         let (config, of_config, place, checkpoint, naming) = match self {
             TransformerPlace::Folder(folder) => {
                 let path = folder.join("config.json");
@@ -79,12 +91,7 @@ impl TransformerPlace {
                 checkpoint,
                 naming,
             } => {
-                let of_base = base.join(model::BASE_CONFIGURATION);
-                let of_base = match of_base.is_file() {
-                    true => read_json(&of_base)?,
-                    false => C::default(),
-                };
-                let config = C::of_single_file(&path, &checkpoint, naming, &of_base)?;
+                let config = C::of_single_file(&path, &checkpoint, naming, &of_base()?)?;
                 (config, path.clone(), path, checkpoint, naming)
             }
         };
@@ -97,6 +104,18 @@ impl TransformerPlace {
         }
         let files = exact_component(&place, checkpoint, &specs, wanted, C::WHAT)?;
         Ok((config, files))
+    }
+}
+
+/// The configuration of the transformer of a base, or else the published one.
+///
+/// # Errors
+/// When it cannot be read.
+pub(crate) fn of_base<C: TransformerFiles>(base: &Path) -> Result<C, ModelError> {
+    let path = base.join(model::BASE_CONFIGURATION);
+    match path.is_file() {
+        true => read_json(&path),
+        false => Ok(C::default()),
     }
 }
 

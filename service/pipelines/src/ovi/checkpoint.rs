@@ -6,7 +6,7 @@
 //!
 //! | component | place |
 //! |---|---|
-//! | `text_encoder`, `tokenizer`, `vae` | a folder of Wan 2.2 TI2V 5B in diffusers' layout (`base`), beside the file or named; the text encoder and the VAE may be single files too, in the authors' names |
+//! | `text_encoder`, `tokenizer`, `vae` | those of Wan 2.2 TI2V 5B, as for a file of that model ([`wan::Base`]) |
 //! | `audio_vae` | `v1-16.pth` or `mmaudio_vae_16k*`, beside the file, in the base, in ComfyUI's `vae`, or in `ext_weights` of MMAudio |
 //! | `vocoder` | `best_netG.pt` or `mmaudio_vocoder_bigvgan*`, likewise |
 
@@ -20,26 +20,29 @@ use super::layout::{AUDIO, GATED, VIDEO};
 use super::variant::{Variant, undeclared};
 use crate::autoencoders::mmaudio::MmAudioConfig;
 use crate::autoencoders::mmaudio::vocoder::VocoderConfig;
-use crate::checkpoint::{
-    Checkpoint, LayerNames, base_beside, beside, companion, named_base, open, prefixes, sidecar_of,
-    written_base,
-};
-use crate::files::{damaged, read_json, unsupported};
+use crate::checkpoint::{Checkpoint, LayerNames, beside, companion, numbered, open, prefixes, sidecar_of};
+use crate::files::{damaged, incomplete, read_json, unsupported};
 use crate::{ModelError, OwnLayout, wan};
 
 /// Keys that `X.moored.json` may have in addition to `base`.
 const KEYS: [&str; 3] = ["variant", "audio_vae", "vocoder"];
 /// Display name of what a base is.
 const BASE: &str = "Wan 2.2 TI2V 5B";
+/// The module around the tables of modulations, in the authors' names.
+const MODULATION: &str = "modulation";
 /// A part of names that every file of a fusion model has.
 const MARK: &str = ".cross_attn.k_fusion.";
+/// The end of the name of the tensor that embeds patches of the film.
+const EMBEDDING: &str = "patch_embedding.weight";
 /// Stems of the single files of components.
 const AUDIO_VAES: [&str; 2] = ["v1-16", "mmaudio_vae_16k"];
 const VOCODERS: [&str; 2] = ["best_netG", "mmaudio_vocoder_bigvgan"];
 /// Folders of MMAudio's own repository and of programs that keep it.
-const OF_MMAUDIO: [&str; 2] = ["ext_weights", "MMAudio/ext_weights"];
-/// Width of a head where the base does not say it.
-const HEAD: usize = 128;
+const OF_MMAUDIO: [&str; 3] = [
+    "ext_weights",
+    "MMAudio/ext_weights",
+    "custom_nodes/ComfyUI-Ovi/ckpts/MMAudio/ext_weights",
+];
 
 /// The files of MMAudio's repository that decode the sound.
 pub(super) fn own_layout(files: &[&str]) -> Option<OwnLayout> {
@@ -48,6 +51,7 @@ pub(super) fn own_layout(files: &[&str]) -> Option<OwnLayout> {
     wanted.iter().all(has).then(|| OwnLayout {
         folders: Vec::new(),
         files: wanted.map(str::to_owned).to_vec(),
+        configuration: None,
     })
 }
 
@@ -60,7 +64,7 @@ pub(super) fn is_transformer_file(names: &[&str]) -> bool {
 fn is_sound_alone(names: &[&str]) -> bool {
     let gate = format!("patch_embedding.2.{}.weight", GATED[0]);
     let has = |part: &str| names.iter().any(|name| name.ends_with(part));
-    has(&gate) && !names.iter().any(|name| name.contains(VIDEO))
+    has(&gate) && !has(EMBEDDING) && !names.iter().any(|name| name.contains(VIDEO))
 }
 
 /// What `X.moored.json` says.
@@ -75,8 +79,8 @@ struct Written {
 /// The places of the parts of a model.
 pub(super) struct Places {
     pub(super) variant: Variant,
-    /// The folder of Wan's pipeline.
-    pub(super) base: PathBuf,
+    /// Where Wan's parts are.
+    pub(super) base: wan::Base,
     /// The files of the fusion model, with the authors' names of tensors.
     pub(super) fusion: Vec<(PathBuf, Checkpoint)>,
     pub(super) audio_vae: PathBuf,
@@ -101,22 +105,27 @@ impl Places {
             ));
         }
         let sidecar = sidecar_of(path);
-        let named = written_base(path, &KEYS)?;
+        let embedding = file.tensors().find(|(name, _)| name.ends_with(EMBEDDING));
+        let channels = embedding.and_then(|(_, entry)| entry.shape.get(1).copied());
+        let channels = channels.ok_or_else(|| wan::no_embedding(path))?;
+        let base = wan::Base::of_file(
+            path,
+            wan::WantedBase {
+                name: BASE,
+                keys: &KEYS,
+                channels,
+                any: true,
+            },
+        )?;
         let written: Written = match sidecar.is_file() {
             true => read_json(&sidecar)?,
             false => Written::default(),
         };
         let variant = variant_of(path, &written)?;
-        let is_base = |folder: &Path| wan::MARKS.is_folder(folder);
-        let base = match named {
-            Some(base) => named_base(&sidecar, BASE, &base, &is_base)?,
-            None => base_beside(path, &sidecar, BASE, &is_base)?,
-        };
-        let base = std::fs::canonicalize(&base).map_err(|e| damaged(&base, e.to_string()))?;
         let found = Found {
             opened: path,
             sidecar: &sidecar,
-            base: &base,
+            base: &base.folder,
         };
         Ok(Some(Places {
             variant,
@@ -132,11 +141,7 @@ impl Places {
     /// # Errors
     /// When a tensor is missing.
     pub(super) fn fusion_config(&self) -> Result<FusionConfig, ModelError> {
-        let of_base = self.base.join(model::BASE_CONFIGURATION);
-        let head = match of_base.is_file() {
-            true => read_json::<wan::TransformerConfig>(&of_base)?.attention_head_dim,
-            false => HEAD,
-        };
+        let head = self.base.transformer_config()?.attention_head_dim;
         let published = FusionConfig::default();
         let branch =
             |name: &str, embedding: &str, published: BranchConfig| -> Result<BranchConfig, ModelError> {
@@ -178,10 +183,12 @@ fn variant_of(path: &Path, written: &Written) -> Result<Variant, ModelError> {
         .and_then(|name| name.to_str())
         .unwrap_or_default();
     let declared = written.variant.or_else(|| Variant::of_file_name(name));
-    // The authors' first file has a name that tells nothing; their repository's name does.
+    // The authors' first file has a name that tells nothing; that of its repository, or of the folder of their download, does.
     let of_authors = || {
-        let place = crate::checkpoint::of_hub_cache(path)?;
-        (place.name == "Ovi" && name == "model.safetensors").then_some(Variant::Of720For5s)
+        let folder = path.parent().is_some_and(|folder| folder.ends_with("Ovi"));
+        let is_theirs =
+            folder || crate::checkpoint::of_hub_cache(path).is_some_and(|place| place.name == "Ovi");
+        (is_theirs && name == "model.safetensors").then_some(Variant::Of720For5s)
     };
     declared
         .or_else(of_authors)
@@ -193,7 +200,7 @@ fn fusion(path: &Path, file: &CheckpointFile) -> Result<Vec<(PathBuf, Checkpoint
     let names: Vec<&str> = file.tensors().map(|(name, _)| name).collect();
     let has_both = names.iter().any(|name| name.contains(&format!("{AUDIO}.")));
     if has_both {
-        return Ok(vec![(path.to_owned(), half(file, None)?)]);
+        return Ok(vec![(path.to_owned(), of_branches(file, VIDEO)?)]);
     }
     let own = path
         .file_name()
@@ -201,7 +208,7 @@ fn fusion(path: &Path, file: &CheckpointFile) -> Result<Vec<(PathBuf, Checkpoint
         .unwrap_or_default();
     let other = path.with_file_name(own.replacen("video", "audio", 1));
     if other == path || !other.is_file() {
-        return Err(unsupported(
+        return Err(incomplete(
             path,
             format!(
                 "it is the half of an Ovi model that makes the film, and the half of the sound is not beside it: {} is expected",
@@ -210,20 +217,18 @@ fn fusion(path: &Path, file: &CheckpointFile) -> Result<Vec<(PathBuf, Checkpoint
         ));
     }
     Ok(vec![
-        (path.to_owned(), half(file, Some(VIDEO))?),
-        (other.clone(), half(&open(&other)?, Some(AUDIO))?),
+        (path.to_owned(), of_branches(file, VIDEO)?),
+        (other.clone(), of_branches(&open(&other)?, AUDIO)?),
     ])
 }
 
-/// A checkpoint whose names begin with that of their branch; `branch` is the only one of the file.
-fn half(file: &CheckpointFile, branch: Option<&str>) -> Result<Checkpoint, ModelError> {
+/// A checkpoint in the authors' names. A tensor that names no branch is of `branch`, and the table of a block may be a tensor of
+/// the block itself, as in Wan's files.
+fn of_branches(file: &CheckpointFile, branch: &str) -> Result<Checkpoint, ModelError> {
     let names: Vec<&str> = file.tensors().map(|(name, _)| name).collect();
     let is_ours = |prefix: &&str| {
-        let own = |name: &&&str| {
-            name.strip_prefix(prefix)
-                .is_some_and(|rest| is_of_model(rest, branch))
-        };
-        names.iter().any(|name| own(&name))
+        let mut rests = names.iter().filter_map(|name| name.strip_prefix(prefix));
+        rests.any(|rest| branch_of(rest).is_some() || rest.starts_with("blocks."))
     };
     let prefix = prefixes(names.iter().copied())
         .into_iter()
@@ -231,19 +236,22 @@ fn half(file: &CheckpointFile, branch: Option<&str>) -> Result<Checkpoint, Model
         .unwrap_or("");
     let name_of = |name: &str| {
         let name = LayerNames(&[]).authors(name.strip_prefix(prefix)?);
-        Some(match branch {
-            Some(branch) if !name.starts_with(branch) => format!("{branch}.{name}"),
-            _ => name,
+        let (branch, within) = branch_of(&name).unwrap_or((branch, &name));
+        Some(match (within, numbered(within, "blocks.")) {
+            // It marks the whole file.
+            ("scaled_fp8", _) => name.clone(),
+            (_, Some((_, MODULATION))) => format!("{branch}.{within}.{MODULATION}"),
+            _ => format!("{branch}.{within}"),
         })
     };
     Checkpoint::of_file(file, name_of)?.with_scales_beside(name_of)
 }
 
-fn is_of_model(name: &str, branch: Option<&str>) -> bool {
-    match branch {
-        None => name.starts_with(VIDEO) || name.starts_with(AUDIO),
-        Some(branch) => name.starts_with(branch) || name.starts_with("blocks."),
-    }
+/// The branch that a tensor's name begins with, and the rest of the name.
+fn branch_of(name: &str) -> Option<(&'static str, &str)> {
+    [VIDEO, AUDIO]
+        .into_iter()
+        .find_map(|branch| Some((branch, name.strip_prefix(branch)?.strip_prefix('.')?)))
 }
 
 /// Where the parts of a model are searched.
@@ -280,7 +288,7 @@ impl Found<'_> {
             })
         };
         here.or_else(in_mmaudio).ok_or_else(|| {
-            unsupported(
+            incomplete(
                 self.opened,
                 format!(
                     "its sound is decoded by MMAudio, and {} is not found: download {0}.pth or {0}.pt of hkchengrex/MMAudio \

@@ -72,7 +72,8 @@ impl BranchConfig {
             return Err(format!("freq_dim is {}; {SINUSOIDS} is supported", self.freq_dim));
         }
         let head = self.dim / self.num_heads.max(1);
-        if head * self.num_heads != self.dim || head < 6 || !head.is_multiple_of(2) {
+        // Attention to the other branch is computed in two halves of the heads.
+        if head * self.num_heads != self.dim || self.num_heads < 2 || head < 6 || !head.is_multiple_of(2) {
             return Err(format!("{} heads of a width of {}", self.num_heads, self.dim));
         }
         if self.in_dim != self.out_dim {
@@ -156,6 +157,7 @@ mod tests {
                 "must be equal",
             ),
             (&|c| c.video.num_heads = 7, "video: 7 heads of a width of 3072"),
+            (&|c| c.audio.num_heads = 1, "audio: 1 heads of a width of 3072"),
             (&|c| c.audio.freq_dim = 128, "audio: freq_dim is 128"),
             (&|c| c.audio.out_dim = 40, "20 channels become 40"),
             (&|c| c.video.eps = 0.0, "eps is 0"),

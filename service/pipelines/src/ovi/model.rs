@@ -257,9 +257,17 @@ impl Model for OviModel {
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let texts = Texts::of(request, self.variant);
         let most = self.most_tokens(request);
-        let tokens = |text: &str| self.tokenizer.left_out(text, most).ok();
-        let of_prompt = tokens(&texts.prompt).and_then(|count| LeftOut::of_prompt(Some(count), request));
-        of_prompt.into_iter().collect()
+        let tokens = |text: &String| self.tokenizer.left_out(text, most).ok();
+        let told = |field: &'static str, texts: &[String]| {
+            let tokens = texts.iter().filter_map(tokens).sum();
+            let left_out = LeftOut::of_prompt(Some(tokens), request)?;
+            Some(LeftOut { field, ..left_out })
+        };
+        let of_prompt = told("prompt", std::slice::from_ref(&texts.prompt));
+        let of_negative = texts
+            .negative
+            .and_then(|negative| told("negative_prompt", &negative));
+        of_prompt.into_iter().chain(of_negative).collect()
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {

@@ -19,9 +19,7 @@ use crate::checkpoint::{
 };
 use crate::files::{check_pairs, unsupported};
 use crate::text::t5::{self, T5Config};
-use crate::text::tokenizers::T5Tokenizer;
 use crate::text::umt5;
-use crate::wan::component_of_base;
 use crate::{Medium, ModelError, ModelParts, Precision, Request, Video, autoencoders};
 
 /// The components of a model.
@@ -85,12 +83,12 @@ impl OviModel {
             .map_err(|problem| unsupported(path, problem))?;
         let fusion = std::mem::take(&mut places.fusion);
         let transformer_files = fusion_files(&transformer, fusion, &wanted)?;
-        let of_base = (Some(path), places.base.as_path());
-        let (text, place) = component_of_base(of_base, TEXT_ENCODER, umt5::umt5_xxl, T5Config::check)?;
+        let (text, place) = places.base.text_encoder()?;
+        let tokenizer = places.base.tokenizer(&place)?;
         let text_files = place.files(wanted.of(TEXT_ENCODER), umt5::transformers_name, |has| {
             text.tensor_shapes(has)
         })?;
-        let (vae, place) = component_of_base(of_base, VAE, WanVaeConfig::wan_2_2, WanVaeConfig::check)?;
+        let (vae, place) = places.base.vae(transformer.video.in_dim)?;
         let vae_files = place.files(wanted.of(VAE), diffusers_name_of_original, |_| {
             vae.tensor_shapes()
         })?;
@@ -120,7 +118,7 @@ impl OviModel {
         Ok(Some(OviModel {
             variant: places.variant,
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
-            tokenizer: T5Tokenizer::shared(&places.base.join("tokenizer"))?,
+            tokenizer,
             transformer,
             text,
             vae,

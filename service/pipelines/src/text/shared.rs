@@ -9,8 +9,9 @@ use crate::files::{ReadFiles, count_all_as_read, recorded};
 use crate::{ModelError, ModelFile};
 
 /// The files that a tokenizer may be read from.
-const FILES: [&str; 5] = [
+const FILES: [&str; 6] = [
     "tokenizer.json",
+    "spiece.model",
     "vocab.json",
     "merges.txt",
     "tokenizer_config.json",
@@ -40,7 +41,18 @@ impl<T> Shared<T> {
         let files = FILES
             .iter()
             .filter_map(|name| ModelFile::at(&folder.join(name)).ok());
-        let files: Vec<ModelFile> = files.collect();
+        self.of_files(files.collect(), || open(folder))
+    }
+
+    /// The tokenizer that these files have. An open tokenizer of the same files is shared.
+    ///
+    /// # Errors
+    /// Errors of `open`.
+    pub(crate) fn of_files(
+        &self,
+        files: Vec<ModelFile>,
+        open: impl FnOnce() -> Result<T, ModelError>,
+    ) -> Result<Arc<T>, ModelError> {
         let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let shared = lock()
             .get(&files)
@@ -49,7 +61,7 @@ impl<T> Shared<T> {
             count_all_as_read(&read);
             return Ok(shared);
         }
-        let (opened, read) = recorded(|| open(folder));
+        let (opened, read) = recorded(open);
         count_all_as_read(&read);
         let tokenizer = Arc::new(opened?); // two threads may open it at once: the later one is shared
         let mut open = lock();

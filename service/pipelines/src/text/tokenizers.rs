@@ -6,6 +6,8 @@
 //! prompt length.
 
 mod llama;
+mod pieces;
+mod t5;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -20,6 +22,7 @@ use super::shared::Shared;
 use crate::files::{damaged, incomplete, read_json, read_text};
 
 pub use llama::{LlamaTokenizer, TemplatedIds};
+pub use t5::T5Tokenizer;
 
 /// A failed tokenization.
 #[derive(Debug, thiserror::Error)]
@@ -179,104 +182,6 @@ impl ClipTokenizer {
     /// Length of the result of [`ClipTokenizer::encode`].
     pub fn length(&self) -> usize {
         self.length
-    }
-}
-
-/// T5's tokenizer, and UMT5's, whose file says which piece is the unknown one and whether bytes are in its place.
-#[derive(Clone, Debug)]
-pub struct T5Tokenizer {
-    words: Words,
-    end: u32,
-    pad: u32,
-}
-
-static OPEN_T5: Shared<T5Tokenizer> = Shared::new();
-
-impl T5Tokenizer {
-    /// As [`T5Tokenizer::open`]; models that read the same files share it.
-    ///
-    /// # Errors
-    /// As [`T5Tokenizer::open`].
-    pub(crate) fn shared(folder: &Path) -> Result<Arc<T5Tokenizer>, ModelError> {
-        OPEN_T5.of(folder, T5Tokenizer::open)
-    }
-
-    /// Opens a folder's `tokenizer.json` and its `tokenizer_config.json`.
-    ///
-    /// # Errors
-    /// [`ModelError::Damaged`] for a file that is missing or malformed.
-    pub fn open(folder: &Path) -> Result<T5Tokenizer, ModelError> {
-        let tokenizer_config = TokenizerConfig::open(folder)?;
-        let file = folder.join("tokenizer.json");
-        let mut description = read_json(&file)?;
-        let unknown = tokenizer_config.token("unk_token", "<unk>");
-        let end = tokenizer_config.token("eos_token", "</s>");
-        let pad = tokenizer_config.token("pad_token", "<pad>");
-        let vocabulary = take(&mut description, "/model/vocab");
-        let unknown_id = description["model"]["unk_id"].as_u64().unwrap_or(2);
-        let has_bytes = description["model"]["byte_fallback"].as_bool().unwrap_or(false);
-        let baked = take(&mut description, "/added_tokens");
-        let added = tokenizer_config.added_tokens(baked, &vocabulary, &[&end, &unknown, &pad]);
-        let space = json!({
-            "type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": true,
-        });
-        let description = json!({
-            "version": "1.0",
-            "truncation": null,
-            "padding": null,
-            "added_tokens": added,
-            "normalizer": precompiled_of(&description["normalizer"]),
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, space]},
-            "post_processor": null,
-            "decoder": null,
-            "model": {
-                "type": "Unigram", "unk_id": unknown_id, "vocab": vocabulary, "byte_fallback": has_bytes,
-            },
-        });
-        let tokenizer = build(&file, &description)?;
-        Ok(T5Tokenizer {
-            end: id_of(&file, &tokenizer, &end)?,
-            pad: id_of(&file, &tokenizer, &pad)?,
-            words: Words { tokenizer, file },
-        })
-    }
-
-    /// Checks that the encoder knows all of these tokens.
-    ///
-    /// # Errors
-    /// [`TokenizeError::Unknown`] for the first unknown token.
-    pub fn check_known(&self, ids: &[u32], encoder: &str, vocabulary: usize) -> Result<(), TokenizeError> {
-        self.words.check_known(ids, encoder, vocabulary)
-    }
-
-    /// Tokens of a prompt that [`T5Tokenizer::encode`] leaves out.
-    ///
-    /// # Errors
-    /// [`TokenizeError`], for which no input is known.
-    pub fn left_out(&self, prompt: &str, max_sequence_length: usize) -> Result<usize, TokenizeError> {
-        let room = max_sequence_length.saturating_sub(1); // one is the end token
-        Ok(words(&self.words.tokenizer, prompt)?.len().saturating_sub(room))
-    }
-
-    /// The ids of a prompt: prompt (truncated), end token, and padding up to `max_sequence_length`.
-    ///
-    /// # Errors
-    /// [`TokenizeError`], for which no input is known.
-    pub fn encode(&self, prompt: &str, max_sequence_length: usize) -> Result<Vec<u32>, TokenizeError> {
-        let mut ids = self.encode_unpadded(prompt, max_sequence_length)?;
-        ids.resize(max_sequence_length.max(1), self.pad);
-        Ok(ids)
-    }
-
-    /// The ids of a prompt: prompt (truncated) and end token.
-    ///
-    /// # Errors
-    /// [`TokenizeError`], for which no input is known.
-    pub fn encode_unpadded(&self, prompt: &str, most: usize) -> Result<Vec<u32>, TokenizeError> {
-        let mut ids = words(&self.words.tokenizer, prompt)?;
-        ids.truncate(most.saturating_sub(1));
-        ids.push(self.end);
-        Ok(ids)
     }
 }
 
@@ -572,18 +477,6 @@ fn id_in(vocabulary: &Value, token: &str) -> Option<u64> {
         Value::Array(pairs) => pairs.iter().position(|pair| pair[0] == token).map(|id| id as u64),
         _ => None,
     }
-}
-
-/// SentencePiece's precompiled character map, alone or in a sequence: the only normalizer that `T5Tokenizer` keeps.
-fn precompiled_of(normalizer: &Value) -> Value {
-    let parts = normalizer["normalizers"]
-        .as_array()
-        .map_or(std::slice::from_ref(normalizer), Vec::as_slice);
-    parts
-        .iter()
-        .find(|part| part["type"] == "Precompiled")
-        .cloned()
-        .unwrap_or(Value::Null)
 }
 
 /// Removes a value from a JSON file by its pointer; null if there is none.

@@ -24,6 +24,30 @@ pub(crate) fn umt5_xxl() -> T5Config {
     }
 }
 
+/// The configuration of an encoder of UMT5's kind by the shapes of its tensors, under the names of transformers; `None` for
+/// another model. T5's encoder has one table of biases, in its first layer.
+pub(crate) fn of_shapes(shape_of: impl Fn(&str) -> Option<Vec<usize>>) -> Option<T5Config> {
+    let side = |name: &str, axis: usize| shape_of(name)?.get(axis).copied();
+    let layer = |block: usize, rest: &str| format!("encoder.block.{block}.layer.{rest}.weight");
+    let table = |block: usize| layer(block, "0.SelfAttention.relative_attention_bias");
+    let embedding = ["shared.weight", "encoder.embed_tokens.weight"];
+    let embedding = embedding.into_iter().find(|name| shape_of(name).is_some())?;
+    let has_layer = |block: &usize| shape_of(&layer(*block, "0.SelfAttention.q")).is_some();
+    let num_layers = (0..).take_while(has_layer).count();
+    let heads = side(&table(0), 1).filter(|heads| *heads > 0)?;
+    shape_of(&table(num_layers.checked_sub(1)?))?;
+    Some(T5Config {
+        vocab_size: side(embedding, 0)?,
+        d_model: side(embedding, 1)?,
+        d_kv: side(&layer(0, "0.SelfAttention.q"), 0)? / heads,
+        d_ff: side(&layer(0, "1.DenseReluDense.wi_0"), 0)?,
+        num_layers,
+        num_heads: heads,
+        relative_attention_num_buckets: side(&table(0), 0)?,
+        ..umt5_xxl()
+    })
+}
+
 /// The layers of a block: in transformers, and in the authors' `wan/modules/t5.py`.
 const LAYERS: [(&str, &str); 10] = [
     ("layer.0.layer_norm", "norm1"),
@@ -85,9 +109,23 @@ pub fn cleaned(prompt: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
+    use std::collections::{BTreeMap, BTreeSet};
 
     use super::*;
+
+    #[test]
+    fn an_encoder_is_known_by_its_shapes() {
+        let of = |config: &T5Config| {
+            let shapes: BTreeMap<_, _> = config.tensor_shapes(&|_| false).into_iter().collect();
+            of_shapes(|name| shapes.get(name).cloned())
+        };
+        assert_eq!(of(&umt5_xxl()), Some(umt5_xxl()));
+        let t5 = T5Config {
+            model_type: "t5".to_owned(),
+            ..umt5_xxl()
+        };
+        assert_eq!(of(&t5), None, "it has one table for all layers");
+    }
 
     #[test]
     fn the_published_encoder_has_its_published_size() {

@@ -11,7 +11,7 @@ use super::config::TransformerConfig;
 use super::layout::{NAMES, layout};
 use crate::ModelError;
 use crate::checkpoint::{Checkpoint, Marks, Naming, TensorSpec, TransformerFiles, heads};
-use crate::files::{read_json, unsupported};
+use crate::files::{incomplete, read_json, unsupported};
 
 /// The pipeline classes: text to film, and picture to film.
 pub(super) const PIPELINES: [&str; 2] = ["WanPipeline", "WanImageToVideoPipeline"];
@@ -24,6 +24,9 @@ pub(super) const SECOND_FOLDER: [&str; 1] = ["transformer_2"];
 
 /// The key of a sidecar with the transformer of low noise.
 pub(super) const SECOND_KEY: &str = "transformer_2";
+
+/// The key of a sidecar with the shift of the times of steps.
+const SHIFT_KEY: &str = "shift";
 
 /// Detection rules of the family.
 pub(crate) const MARKS: Marks = Marks {
@@ -46,7 +49,7 @@ pub(crate) const MARKS: Marks = Marks {
     ],
     names: NAMES,
     unused: None,
-    sidecar_keys: &[SECOND_KEY],
+    sidecar_keys: &[SECOND_KEY, SHIFT_KEY],
 };
 
 /// What a pipeline's `model_index.json` says besides its parts.
@@ -75,6 +78,15 @@ impl PipelineConfig {
             _ => Ok(config),
         }
     }
+}
+
+/// The error for a file without the embedding of patches, which has five dimensions, more than some converters to GGUF keep.
+pub(crate) fn no_embedding(path: &Path) -> ModelError {
+    incomplete(
+        path,
+        "tensor patch_embedding.weight is missing, which converters to GGUF leave out since it has five dimensions: add it by the \
+         converter's fix_5d_tensors.py, or take a file that has it",
+    )
 }
 
 impl TransformerFiles for TransformerConfig {

@@ -1,8 +1,10 @@
 //! Wan 2.1 and 2.2: films from text, and from a picture.
 //!
 //! References are diffusers' `WanPipeline` and `WanImageToVideoPipeline` with their models; tensors have diffusers' names. Its
-//! checkpoints are in `checkpoint` and `places`, the parts of its blocks in `blocks`, its stages in `plan` and `stages`.
+//! checkpoints are in `checkpoint`, `places`, `base` and `authors`, the parts of its blocks in `blocks`, its stages in `plan` and `stages`.
 
+mod authors;
+mod base;
 pub(crate) mod blocks;
 pub(crate) mod buffers;
 mod checkpoint;
@@ -19,11 +21,11 @@ pub(crate) mod times;
 pub(crate) mod tokens;
 mod transformer;
 
-pub(crate) use checkpoint::MARKS;
+pub(crate) use base::{Base, WantedBase};
+pub(crate) use checkpoint::no_embedding;
 pub use config::TransformerConfig;
 pub(crate) use layout::layout;
 pub use model::{Wan, WanModel};
-pub(crate) use places::component_of_base;
 pub use times::{Times, TokenCounts};
 pub use transformer::{Seen, StepBuffers, Texts, Transformer, denoise_scratch};
 

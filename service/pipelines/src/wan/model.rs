@@ -7,6 +7,7 @@ use gpu::CheckpointFile;
 use model::bounds::{common_problems, side_problems, start_problem};
 use model::{Field, LeftOut, Reads, smaller_sides};
 
+use super::authors;
 use super::checkpoint::{FOLDERS, MARKS, PIPELINES, SECOND_FOLDER};
 use super::config::TransformerConfig;
 use super::layout::{NAMES, layout};
@@ -20,8 +21,8 @@ use crate::text::tokenizers::{T5Tokenizer, TokenizeError};
 use crate::text::umt5;
 use crate::unipc::UniPcConfig;
 use crate::{
-    Family, InitImage, Medium, Model, ModelError, ModelParts, Observer, Precision, Request, RequestError,
-    StageError, StagePlan, StageRun, ValueShape, Values,
+    Family, InitImage, Medium, Model, ModelError, ModelParts, Observer, OwnLayout, Precision, Request,
+    RequestError, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 
 /// Names of the components.
@@ -59,6 +60,14 @@ impl Family for Wan {
 
     fn optional_folders(&self, _class: &str) -> &'static [&'static str] {
         &SECOND_FOLDER
+    }
+
+    fn own_layout(&self, files: &[&str]) -> Option<OwnLayout> {
+        authors::own_layout(files)
+    }
+
+    fn has_own_layout(&self, folder: &Path) -> bool {
+        authors::has_own_layout(folder)
     }
 
     fn is_transformer_file(&self, names: &[&str]) -> bool {

@@ -4,6 +4,8 @@ use std::path::Path;
 
 use gpu::CheckpointFile;
 
+use super::authors::Settings;
+use super::base::Base;
 use super::config::TransformerConfig;
 use super::model::{
     FAMILY, Kind, NEGATIVE_PROMPT, SECOND, TEXT_ENCODER, TRANSFORMER, VAE, WanModel, problems, reads,
@@ -12,13 +14,13 @@ use super::places::Places;
 use super::shape::{block_of, role};
 use crate::adapters::AdapterSet;
 use crate::autoencoders::wan::{WanVaeConfig, diffusers_name_of_original};
-use crate::checkpoint::{ComponentSet, QuantizeRole, RoleOf, Wanted, open_single_file};
-use crate::defaults::folder_defaults;
+use crate::checkpoint::{
+    ComponentFiles, ComponentSet, QuantizeRole, RoleOf, Wanted, open_single_file, sidecar_of,
+};
+use crate::defaults::{folder_defaults, folder_shift, written_shift};
 use crate::files::{check_pairs, unsupported};
 use crate::text::t5::{self, T5Config};
-use crate::text::tokenizers::T5Tokenizer;
 use crate::text::umt5;
-use crate::unipc::UniPcConfig;
 use crate::{Medium, ModelError, ModelParts, Precision, Request, Video, autoencoders};
 
 /// The components of a model.
@@ -62,8 +64,8 @@ fn defaults(kind: Kind, has_two: bool) -> Request {
 }
 
 impl WanModel {
-    /// Opens a pipeline's folder in diffusers' layout, or a single file, by headers and configurations; `None` if it is of
-    /// another family.
+    /// Opens a pipeline's folder in diffusers' layout, a repository of the authors, or a single file, by headers and
+    /// configurations; `None` if it is of another family.
     ///
     /// # Errors
     /// When it is of this family and damaged or not supported, or cannot be quantized as requested.
@@ -81,34 +83,23 @@ impl WanModel {
             return Ok(None);
         };
         let wanted = Wanted::new(precision, &COMPONENTS, &LARGE, role_of)?;
-        let published = || match places.pipeline.expand_timesteps {
-            true => WanVaeConfig::wan_2_2(),
-            false => WanVaeConfig::default(),
-        };
-        let (vae, vae_place) = places.component(VAE, published, WanVaeConfig::check)?;
-        let (text, text_place) = places.component(TEXT_ENCODER, umt5::umt5_xxl, T5Config::check)?;
-        let Places {
+        let Opened {
             base,
-            pipeline,
-            transformer: place,
-            second,
-            ..
-        } = places;
-        let (transformer, transformer_files): (TransformerConfig, _) =
-            place.open(&base, wanted.of(TRANSFORMER))?;
-        let mut files = vec![(TRANSFORMER, transformer_files)];
-        if let Some(place) = second {
-            let (second, second_files): (TransformerConfig, _) = place.open(&base, wanted.of(SECOND))?;
-            if second != transformer {
-                let problem =
-                    "its two transformers are of different kinds or sizes; two of one pipeline are expected";
-                return Err(unsupported(path, problem));
-            }
-            files.push((SECOND, second_files));
-        }
-        check_parts(&base, &transformer, &vae, &text)?;
-        let kind = Kind::of(&transformer, pipeline.expand_timesteps);
-        let has_two = pipeline.boundary_ratio.is_some();
+            transformer,
+            settings,
+            mut files,
+        } = Opened::of(path, places, &wanted)?;
+        let has_two = settings.boundary_ratio.is_some();
+        let (vae, vae_place) = base.vae(transformer.out_channels)?;
+        let (text, text_place) = base.text_encoder()?;
+        check_parts(&base.folder, &transformer, &vae, &text)?;
+        let Settings {
+            expand_timesteps,
+            boundary_ratio,
+            scheduler,
+        } = settings;
+        let kind = Kind::of(&transformer, expand_timesteps);
+        let tokenizer = base.tokenizer(&text_place)?;
         files.push((
             VAE,
             vae_place.files(wanted.of(VAE), diffusers_name_of_original, |_| {
@@ -128,7 +119,7 @@ impl WanModel {
             let problems = problems(kind, has_two, (grain, most), request).into_iter();
             problems.filter(|problem| problem.field != "init_image").collect()
         };
-        let defaults = folder_defaults(&base, defaults(kind, has_two), reads(kind), check)?;
+        let defaults = folder_defaults(&base.folder, defaults(kind, has_two), reads(kind), check)?;
         let mut components = ComponentSet::new(files, precision.dtype, wanted.formats);
         components.in_blocks(TRANSFORMER, block_of);
         if has_two {
@@ -138,14 +129,71 @@ impl WanModel {
         Ok(Some(WanModel {
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
-            scheduler: UniPcConfig::of_pipeline(&base)?,
-            tokenizer: T5Tokenizer::shared(&base.join("tokenizer"))?,
-            boundary: pipeline.boundary_ratio,
+            scheduler,
+            tokenizer,
+            boundary: boundary_ratio,
             kind,
             transformer,
             vae,
             text,
         }))
+    }
+}
+
+/// The transformers of a model, with the settings of their pipeline.
+struct Opened {
+    base: Base,
+    /// The configuration of the transformer, or of both.
+    transformer: TransformerConfig,
+    settings: Settings,
+    /// Their components.
+    files: Vec<(&'static str, ComponentFiles)>,
+}
+
+impl Opened {
+    fn of(path: &Path, places: Places, wanted: &Wanted) -> Result<Opened, ModelError> {
+        let Places {
+            base,
+            transformer,
+            second,
+        } = places;
+        let has_two = second.is_some();
+        let of_base = || base.transformer_config();
+        let (transformer, first): (TransformerConfig, _) =
+            transformer.open_over(of_base, wanted.of(TRANSFORMER))?;
+        let mut files = vec![(TRANSFORMER, first)];
+        if let Some(second) = second {
+            let (config, second): (TransformerConfig, _) = second.open_over(of_base, wanted.of(SECOND))?;
+            if config != transformer {
+                let problem =
+                    "its two transformers are of different kinds or sizes; two of one pipeline are expected";
+                return Err(unsupported(path, problem));
+            }
+            files.push((SECOND, second));
+        }
+        let mut settings = base.settings_of(&transformer, has_two)?;
+        if let Some(shift) = shift_of(path, &base.folder)? {
+            settings.scheduler.flow_shift = f64::from(shift);
+        }
+        Ok(Opened {
+            base,
+            transformer,
+            settings,
+            files,
+        })
+    }
+}
+
+/// The shift of the times of steps that is written down for a model: in the sidecar of its file, or in its folder.
+fn shift_of(path: &Path, folder: &Path) -> Result<Option<f32>, ModelError> {
+    let sidecar = sidecar_of(path);
+    let of_file = match path.is_file() && sidecar.is_file() {
+        true => written_shift(&sidecar)?,
+        false => None,
+    };
+    match of_file {
+        None => folder_shift(folder),
+        of_file => Ok(of_file),
     }
 }
 

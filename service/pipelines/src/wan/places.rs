@@ -1,53 +1,32 @@
-//! Where the parts of a pipeline are. A pipeline's folder has them all. A transformer that comes alone, as a single file, has a
-//! base, a folder of a Wan pipeline; what that lacks may be single files, as ComfyUI's users have them:
+//! Where the transformers of a model are: in the folder of a pipeline, in a repository of the authors, or alone in a single file;
+//! [`Base`] finds the rest.
 //!
-//! | component | file | ComfyUI's folder |
-//! |---|---|---|
-//! | `vae` | `wan_2.1_vae*`, `wan2.2_vae*`, `Wan2.1_VAE*`, `Wan2.2_VAE*` | `vae` |
-//! | `text_encoder` | `umt5_xxl*`, `umt5-xxl*`, `models_t5_umt5-xxl*` | `text_encoders` |
-//!
-//! Where the base has a boundary, the file has one transformer of two: that of high noise or that of low noise. The other one is
-//! named alike, with `low` for `high`, or in the sidecar: `{"transformer_2": "..."}` in `X.moored.json` beside `X.safetensors`.
+//! A file has one transformer of two where its base has a boundary, where its transformer is of a kind that comes in two, or where
+//! its name says so: that of high noise or that of low noise. The other one is named alike, with `low` for `high`, or in the
+//! sidecar: `{"transformer_2": "..."}` in `X.moored.json` beside `X.safetensors`.
 
 use std::path::{Path, PathBuf};
 
 use gpu::CheckpointFile;
 use serde::Deserialize;
-use serde::de::DeserializeOwned;
 
-use super::checkpoint::{MARKS, PipelineConfig, SECOND_KEY};
-use super::model::{SECOND, VAE};
+use super::authors;
+use super::base::{Base, WantedBase};
+use super::checkpoint::{MARKS, SECOND_KEY, no_embedding};
+use super::model::{SECOND, TRANSFORMER};
 use crate::ModelError;
-use crate::checkpoint::{ComponentPlace, Recognised, TransformerPlace, companion, open, sidecar_of};
+use crate::checkpoint::{Checkpoint, Naming, TransformerPlace, open, sidecar_of};
 use crate::files::{incomplete, read_json, unsupported};
 
 /// Spellings of the two kinds of noise in names of files: the high one, then the low one.
 const NOISES: [(&str, &str); 3] = [("high", "low"), ("High", "Low"), ("HIGH", "LOW")];
 
-/// Stems and folder of the single files that replace a component's folder.
-fn single_files_of(component: &str) -> (&'static [&'static str], &'static str) {
-    match component {
-        VAE => (
-            &[
-                "wan_2.1_vae",
-                "wan2.2_vae",
-                "Wan2.1_VAE",
-                "Wan2.2_VAE",
-                "Wan2_2_VAE",
-            ],
-            "vae",
-        ),
-        _ => (&["umt5_xxl", "umt5-xxl", "models_t5_umt5-xxl"], "text_encoders"),
-    }
-}
+/// Words in the names of files of two transformers, in lower case.
+const OF_TWO: [&str; 2] = ["a14b", "noise"];
 
-/// The places of the parts of a pipeline.
+/// The places of the parts of a model.
 pub(super) struct Places {
-    /// The single file that was opened; none for a pipeline's folder.
-    file: Option<PathBuf>,
-    /// The pipeline's folder.
-    pub(super) base: PathBuf,
-    pub(super) pipeline: PipelineConfig,
+    pub(super) base: Base,
     pub(super) transformer: TransformerPlace,
     /// The transformer of low noise, if there are two.
     pub(super) second: Option<TransformerPlace>,
@@ -59,68 +38,120 @@ impl Places {
     /// # Errors
     /// When it is of this family and damaged, or its base or its second transformer is not found.
     pub(super) fn of(path: &Path, file: Option<&CheckpointFile>) -> Result<Option<Places>, ModelError> {
-        let Some(Recognised { transformer, base }) = MARKS.recognise(path, file)? else {
-            return Ok(None);
-        };
-        let pipeline = PipelineConfig::of(&base)?;
-        let is_file = matches!(transformer, TransformerPlace::SingleFile { .. });
-        let (transformer, second) = match (pipeline.boundary_ratio, is_file) {
-            (None, _) => (transformer, None),
-            (Some(_), false) => (transformer, Some(second_folder(&base)?)),
-            (Some(_), true) => {
-                let (other, is_low) = other_file(path, &base)?;
-                let Some(found) = MARKS.transformer_in(&other, &open(&other)?)? else {
-                    return Err(unsupported(
-                        &other,
-                        "it is no Wan transformer, and one of two is expected",
-                    ));
-                };
-                match is_low {
-                    true => (transformer, Some(found)),
-                    false => (found, Some(transformer)),
-                }
-            }
-        };
-        Ok(Some(Places {
-            file: is_file.then(|| path.to_owned()),
-            base,
-            pipeline,
-            transformer,
-            second,
-        }))
-    }
-
-    /// Configuration and place of a component. A single file without a configuration has the published configuration.
-    ///
-    /// # Errors
-    /// When its configuration cannot be read, or is not supported.
-    pub(super) fn component<C: DeserializeOwned>(
-        &self,
-        component: &str,
-        published: impl FnOnce() -> C,
-        check: fn(&C) -> Result<(), String>,
-    ) -> Result<(C, ComponentPlace), ModelError> {
-        component_of_base((self.file.as_deref(), &self.base), component, published, check)
+        match file {
+            Some(file) => of_file(path, file),
+            None if MARKS.is_folder(path)? => of_pipeline(path).map(Some),
+            None => of_authors(path),
+        }
     }
 }
 
-/// Configuration and place of a component of a base, which a single file that was opened may have beside it. A single file without
-/// a configuration has the published configuration.
-///
-/// # Errors
-/// When its configuration cannot be read, or is not supported.
-pub(crate) fn component_of_base<C: DeserializeOwned>(
-    (opened, base): (Option<&Path>, &Path),
-    component: &str,
-    published: impl FnOnce() -> C,
-    check: fn(&C) -> Result<(), String>,
-) -> Result<(C, ComponentPlace), ModelError> {
-    let beside = || {
-        let (stems, folder) = single_files_of(component);
-        let file = opened?;
-        stems.iter().find_map(|stem| companion(file, base, folder, stem))
+/// The places in the folder of a pipeline.
+fn of_pipeline(path: &Path) -> Result<Places, ModelError> {
+    let base = Base::of_folder(path, true)?;
+    let has_two = base
+        .settings()?
+        .is_some_and(|settings| settings.boundary_ratio.is_some());
+    Ok(Places {
+        transformer: TransformerPlace::Folder(base.folder.join(TRANSFORMER)),
+        second: has_two.then(|| second_folder(&base.folder)).transpose()?,
+        base,
+    })
+}
+
+/// The places in a repository of the authors; `None` for another folder.
+fn of_authors(path: &Path) -> Result<Option<Places>, ModelError> {
+    if !path.is_dir() {
+        return Ok(None);
+    }
+    let Some((transformer, second)) = authors::transformers_in(path)? else {
+        return Ok(None);
     };
-    ComponentPlace::of(&base.join(component), beside, published, check)
+    Ok(Some(Places {
+        base: Base::of_folder(path, false)?,
+        transformer,
+        second,
+    }))
+}
+
+/// The places around a single file; `None` if that is of another family.
+fn of_file(path: &Path, file: &CheckpointFile) -> Result<Option<Places>, ModelError> {
+    let Some(transformer) = MARKS.transformer_in(path, file)? else {
+        return Ok(None);
+    };
+    let (channels, is_conditioned) = channels_of(&transformer)?;
+    let base = Base::of_file(
+        path,
+        WantedBase {
+            name: MARKS.family,
+            keys: MARKS.sidecar_keys,
+            channels,
+            any: false,
+        },
+    )?;
+    let of_base = base
+        .settings()?
+        .is_some_and(|settings| settings.boundary_ratio.is_some());
+    let other = other_file(path)?;
+    let has_two = of_base || is_conditioned || other.is_some() || says_of_two(path);
+    let (transformer, second) = match (has_two, other) {
+        (false, _) => (transformer, None),
+        (true, None) => return Err(one_of_two(path)),
+        (true, Some((other, is_low))) => {
+            let Some(found) = MARKS.transformer_in(&other, &open(&other)?)? else {
+                return Err(unsupported(
+                    &other,
+                    "it is no Wan transformer, and one of two is expected",
+                ));
+            };
+            match is_low {
+                true => (transformer, Some(found)),
+                false => (found, Some(transformer)),
+            }
+        }
+    };
+    Ok(Some(Places {
+        base,
+        transformer,
+        second,
+    }))
+}
+
+/// Channels of the latents of a single file's transformer, and whether a picture conditions them.
+fn channels_of(place: &TransformerPlace) -> Result<(usize, bool), ModelError> {
+    let sides = |path: &Path, checkpoint: &Checkpoint, naming: Naming| {
+        let embedding = "patch_embedding.weight";
+        if !checkpoint.has(embedding) {
+            return Err(no_embedding(path));
+        }
+        let last = match naming {
+            Naming::Authors => "head.head.weight",
+            Naming::Diffusers => "proj_out.weight",
+        };
+        let channels = checkpoint.length(last, 0)? / 4;
+        Ok((channels, checkpoint.length(embedding, 1)? > channels))
+    };
+    match place {
+        TransformerPlace::SingleFile {
+            path,
+            checkpoint,
+            naming,
+        } => sides(path, checkpoint, *naming),
+        TransformerPlace::Folder(folder) => sides(folder, &Checkpoint::of_folder(folder)?, Naming::Diffusers),
+    }
+}
+
+/// Whether the name of a file says that it has one transformer of two.
+fn says_of_two(path: &Path) -> bool {
+    let name = path
+        .file_name()
+        .unwrap_or_default()
+        .to_string_lossy()
+        .to_lowercase();
+    let says_which = NOISES[..1]
+        .iter()
+        .any(|(high, low)| name.contains(high) || name.contains(low));
+    says_which && OF_TWO.iter().any(|word| name.contains(word))
 }
 
 /// The folder of the second transformer of a pipeline that has a boundary.
@@ -135,8 +166,11 @@ fn second_folder(base: &Path) -> Result<TransformerPlace, ModelError> {
     }
 }
 
-/// The file of the other transformer of two, and whether it is that of low noise.
-fn other_file(path: &Path, base: &Path) -> Result<(PathBuf, bool), ModelError> {
+/// The file of the other transformer of two, and whether it is that of low noise; `None` if it is neither named nor beside this one.
+///
+/// # Errors
+/// When the sidecar cannot be read, or names a file that is missing.
+fn other_file(path: &Path) -> Result<Option<(PathBuf, bool)>, ModelError> {
     #[derive(Default, Deserialize)]
     #[serde(default)]
     struct Sidecar {
@@ -148,7 +182,7 @@ fn other_file(path: &Path, base: &Path) -> Result<(PathBuf, bool), ModelError> {
         if let Some(named) = transformer_2 {
             let other = path.parent().unwrap_or(Path::new(".")).join(named);
             return match other.is_file() {
-                true => Ok((other, true)),
+                true => Ok(Some((other, true))),
                 false => Err(incomplete(
                     &other,
                     format!(
@@ -163,19 +197,20 @@ fn other_file(path: &Path, base: &Path) -> Result<(PathBuf, bool), ModelError> {
         .iter()
         .flat_map(|&(high, low)| [(high, low, true), (low, high, false)]);
     let mut others = ways.filter_map(|(from, to, is_low)| Some((renamed(path, from, to)?, is_low)));
-    if let Some(found) = others.find(|(other, _)| other.is_file()) {
-        return Ok(found);
-    }
-    Err(unsupported(
+    Ok(others.find(|(other, _)| other.is_file()))
+}
+
+/// The error for a file of one of two transformers, of which the other one is not found.
+fn one_of_two(path: &Path) -> ModelError {
+    incomplete(
         path,
         format!(
-            "it is one of two transformers, one for high noise and one for low noise, since {} has a boundary_ratio. The other one \
-             is not beside it under the same name with low for high, or high for low: put it there, or write {} for the one of \
-             high noise with {{\"{SECOND_KEY}\": \"path of the one of low noise\"}}",
-            base.join("model_index.json").display(),
-            sidecar.display()
+            "it is one of two transformers, one for high noise and one for low noise. The other one is not beside it under the same \
+             name with low for high, or high for low: put it there, or write {} for the one of high noise with \
+             {{\"{SECOND_KEY}\": \"path of the one of low noise\"}}",
+            sidecar_of(path).display()
         ),
-    ))
+    )
 }
 
 /// The path with a word of its file's name replaced, and of its folder's name if it is there too.

@@ -43,7 +43,10 @@ pub(crate) fn weights_of_wan(config: &WanVaeConfig) -> HashMap<String, Tensor> {
     })
 }
 
-fn randomised(shapes: Vec<(String, Vec<usize>)>, times: impl Fn(&str) -> f64) -> HashMap<String, Tensor> {
+pub(crate) fn randomised(
+    shapes: Vec<(String, Vec<usize>)>,
+    times: impl Fn(&str) -> f64,
+) -> HashMap<String, Tensor> {
     let weight = |(name, shape): (String, Vec<usize>)| {
         let (gain, centre) = match shape.len() {
             1 if name.ends_with("bias") => (0.2, 0.0),

@@ -390,7 +390,7 @@ fn files_that_are_no_adapter_of_the_model_are_refused_by_name() {
         assert!(adapted(&F32, &[good]).is_ok(), "{good}");
     }
     let unsupported = |name: &str| match refusal(name) {
-        AdapterError::Unsupported { kind, .. } => kind,
+        AdapterError::Unsupported { kind, .. } | AdapterError::Separate { kind, .. } => kind,
         other => panic!("{name}: {other}"),
     };
     assert_eq!(unsupported("lokr.safetensors"), "LoKr");

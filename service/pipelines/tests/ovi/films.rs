@@ -89,6 +89,35 @@ fn films_and_their_sound_are_those_of_the_reference() {
 }
 
 #[test]
+fn what_is_left_out_of_the_texts_is_told() {
+    let model = open().model;
+    let long = "a red cat ".repeat(300);
+    assert!(model.left_out(&request(false)).is_empty());
+    for (prompt, negative, fields) in [
+        (format!("{long} Audio: waves"), "blur".to_owned(), vec!["prompt"]),
+        ("a cat".to_owned(), long.clone(), vec!["negative_prompt"]),
+        (
+            long.clone(),
+            format!("blur Audio: {long}"),
+            vec!["prompt", "negative_prompt"],
+        ),
+    ] {
+        let asked = pipelines::Request {
+            prompt,
+            negative_prompt: Some(negative),
+            ..request(false)
+        };
+        let told = model.left_out(&asked);
+        let found: Vec<&str> = told.iter().map(|each| each.field).collect();
+        assert_eq!(found, fields);
+        assert!(
+            told.iter().all(|each| each.limit == 512 && each.tokens > 300),
+            "{told:?}"
+        );
+    }
+}
+
+#[test]
 fn each_stage_has_only_what_it_needs() {
     let model = open().model;
     let plan = model.plan(&request(true)).expect("a valid request");

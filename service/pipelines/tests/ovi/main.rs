@@ -10,6 +10,8 @@ mod films;
 #[path = "../autoencoders/formula.rs"]
 #[allow(dead_code)] // Each binary takes what it needs.
 mod formula;
+#[path = "../gguf_file/mod.rs"]
+mod gguf_file;
 mod given;
 #[path = "../numbers/mod.rs"]
 mod numbers;

@@ -32,10 +32,19 @@ pub(crate) fn write(folder: &Path) {
     for part in ["text_encoder", "tokenizer"] {
         copy(&fixtures().join("wan-tiny").join(part), &base.join(part));
     }
-    let config: FusionConfig = json("ovi-tiny/config.json");
+    save(&fusion(&json("ovi-tiny/config.json")), &folder.join(FILE));
+    write_sound(folder);
+}
+
+/// The fusion model of a configuration, in the authors' names.
+pub(crate) fn fusion(config: &FusionConfig) -> HashMap<String, Tensor> {
     let authors = config.authors_tensor_shapes().into_iter();
-    let fusion = authors.map(|(name, shape)| (name.clone(), weight(&name, &shape)));
-    save(&fusion.collect(), &folder.join(FILE));
+    let weights = authors.map(|(name, shape)| (name.clone(), weight(&name, &shape)));
+    weights.collect()
+}
+
+/// Writes the decoders of the sound into a folder.
+pub(crate) fn write_sound(folder: &Path) {
     let configs: Configs = json("mmaudio-tiny/configs.json");
     let vae = mmaudio_weights(&configs.vae["published"]);
     save(&vae, &folder.join("v1-16.safetensors"));

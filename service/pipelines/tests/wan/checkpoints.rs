@@ -8,10 +8,11 @@ use gpu::WeightFormat;
 use pipelines::{Precision, Preset, Quantization, Request, families};
 use tempfile::TempDir;
 
+use crate::gguf_file::{write_f32, write_q8_0};
 use crate::given::{A14B, Made, T2V, TI2V, open};
 use crate::numbers::{distance, tensors};
 use crate::open_model::{F32, on_cpu};
-use crate::spellings::{Tensors, authors_name, authors_name_of_umt5, renamed, write, write_gguf};
+use crate::spellings::{Tensors, authors_name, authors_name_of_umt5, renamed, write};
 
 /// A short request.
 pub(crate) fn short(made: Made) -> Request {
@@ -21,7 +22,7 @@ pub(crate) fn short(made: Made) -> Request {
     }
 }
 
-fn latent(path: &Path, made: Made) -> Tensor {
+pub(crate) fn latent(path: &Path, made: Made) -> Tensor {
     on_cpu(&open(path, &F32).film(&short(made), 0).0["latent"])
 }
 
@@ -67,9 +68,36 @@ fn files_in_other_names_make_the_same_film() {
             assert_eq!(distance(&latent(&path, made), &expected), 0.0, "{file}");
         }
         let (_root, path) = beside(made, "wan.gguf");
-        write_gguf(&authors, &path);
+        write_f32(&authors, &path);
         assert_eq!(distance(&latent(&path, made), &expected), 0.0, "GGUF");
     }
+}
+
+/// Blocks in Q8_0, the rest in f16 and f32. city96's converter leaves out the embedding of patches, which has five dimensions, and
+/// his `fix_5d_tensors.py` adds it again.
+#[test]
+fn gguf_stands_for_its_numbers() {
+    let authors = renamed(&weights("wan-tiny", "transformer"), authors_name);
+    let (_root, path) = beside(T2V, "wan2.1-t2v-Q8_0.gguf");
+    let held = write_q8_0(&authors, &path);
+    let found = latent(&path, T2V);
+    let (_root, of_numbers) = beside(T2V, "wan.safetensors");
+    write(&held, &of_numbers);
+    let apart = distance(&found, &latent(&of_numbers, T2V));
+    println!("Q8_0: {apart:e}");
+    assert!(apart <= 1e-5, "{apart:e}");
+    let mut left_out = authors;
+    left_out.remove("patch_embedding.weight");
+    write_q8_0(&left_out, &path);
+    let refused = families()
+        .open(&path, &F32)
+        .map(|_| ())
+        .expect_err("a refusal")
+        .to_string();
+    assert!(
+        refused.contains("patch_embedding.weight") && refused.contains("fix_5d_tensors"),
+        "{refused}"
+    );
 }
 
 /// Both spellings of UMT5, and an autoencoder, as files where ComfyUI has them.

@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout)]
 
 mod adapters;
+mod authors;
 mod checkpoints;
 mod components;
 #[path = "../../../ops/tests/device/mod.rs"]
@@ -11,6 +12,11 @@ mod device;
 #[path = "../film/mod.rs"]
 mod film;
 mod films;
+#[path = "../autoencoders/formula.rs"]
+#[allow(dead_code)] // Each binary takes what it needs.
+mod formula;
+#[path = "../gguf_file/mod.rs"]
+mod gguf_file;
 mod given;
 #[path = "../numbers/mod.rs"]
 mod numbers;

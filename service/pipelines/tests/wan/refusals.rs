@@ -120,7 +120,7 @@ fn missing_parts_are_named() {
     );
     let error = refused(&path).to_string();
     assert!(
-        error.contains("boundary_ratio") && error.contains("wan_high_noise.moored.json"),
+        error.contains("one of two") && error.contains("wan_high_noise.moored.json"),
         "{error}"
     );
 }

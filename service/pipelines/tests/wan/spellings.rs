@@ -1,11 +1,12 @@
-//! The fixtures' tensors as other programs write them: the names of Wan's authors, and GGUF.
+//! The fixtures' tensors as other programs write them: in the names of Wan's authors.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::path::Path;
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
+use pipelines::autoencoders::wan::diffusers_name_of_original;
 
-use crate::numbers::numbers;
+use crate::numbers::json;
 
 /// Tensors of a file.
 pub(crate) type Tensors = HashMap<String, Tensor>;
@@ -79,34 +80,11 @@ pub(crate) fn write(tensors: &Tensors, path: &Path) {
     candle_core::safetensors::save(tensors, path).expect("a file");
 }
 
-/// Writes a GGUF file of f32: dimensions fastest first, of which the embedding of patches has five.
-pub(crate) fn write_gguf(tensors: &Tensors, path: &Path) {
-    let sorted: BTreeMap<&String, &Tensor> = tensors.iter().collect();
-    let text = |bytes: &mut Vec<u8>, text: &str| {
-        bytes.extend((text.len() as u64).to_le_bytes());
-        bytes.extend(text.as_bytes());
-    };
-    let mut header = b"GGUF".to_vec();
-    header.extend(3u32.to_le_bytes());
-    header.extend((sorted.len() as u64).to_le_bytes());
-    header.extend(1u64.to_le_bytes());
-    text(&mut header, "general.architecture");
-    header.extend(8u32.to_le_bytes());
-    text(&mut header, "wan");
-    let mut data: Vec<u8> = Vec::new();
-    for (name, tensor) in sorted {
-        text(&mut header, name);
-        header.extend((tensor.rank() as u32).to_le_bytes());
-        for side in tensor.dims().iter().rev() {
-            header.extend((*side as u64).to_le_bytes());
-        }
-        header.extend(0u32.to_le_bytes());
-        header.extend((data.len() as u64).to_le_bytes());
-        let values = numbers(&tensor.to_dtype(DType::F32).expect("numbers"));
-        data.extend(values.iter().flat_map(|number| number.to_le_bytes()));
-        data.resize(data.len().next_multiple_of(32), 0);
-    }
-    header.resize(header.len().next_multiple_of(32), 0);
-    header.extend(data);
-    std::fs::write(path, header).expect("a file");
+/// The names of the tensors of an autoencoder in the authors' files, by their names in diffusers: of Wan 2.1 or of Wan 2.2.
+pub(crate) fn authors_names_of_vae(version: &str) -> HashMap<String, String> {
+    let of_authors: HashMap<String, HashMap<String, Vec<usize>>> = json("wan-vae-tiny/authors.json");
+    let names = of_authors[version].keys();
+    names
+        .map(|name| (diffusers_name_of_original(name).expect("a name"), name.clone()))
+        .collect()
 }

@@ -45,6 +45,19 @@ fn prompts_have_the_tokens_of_the_reference() {
     }
 }
 
+/// SentencePiece's own models, which folders of the authors and ComfyUI's files have.
+#[test]
+fn sentencepiece_models_give_the_tokens_of_sentencepiece() {
+    let tokenizer = T5Tokenizer::open(&fixtures().join("spiece-tiny")).expect("a tokenizer");
+    let prompts: Vec<Prompt> = json("spiece-tiny/expected.json");
+    for Prompt { prompt, ids } in prompts {
+        let found = tokenizer.encode_unpadded(&prompt, 512).expect("tokens");
+        assert_eq!(found, ids, "{prompt:?}");
+    }
+    // Marks in a text are marks, as in transformers.
+    assert_eq!(tokenizer.encode_unpadded("</s>", 512).expect("tokens"), [1, 1]);
+}
+
 /// The reference masks padding, which is not encoded here at all.
 #[test]
 fn states_equal_the_reference() {

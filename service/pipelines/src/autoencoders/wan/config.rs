@@ -334,6 +334,23 @@ mod tests {
     }
 
     #[test]
+    fn the_latents_of_files_without_a_configuration_have_the_scales_of_the_authors() {
+        #[derive(Deserialize)]
+        struct Scale {
+            mean: Vec<f64>,
+            std: Vec<f64>,
+        }
+        let text = include_str!("../../../fixtures/wan-vae-tiny/scales.json");
+        let scales: std::collections::BTreeMap<String, Scale> =
+            serde_json::from_str(text).expect("a fixture");
+        for (version, config) in [("2.1", WanVaeConfig::default()), ("2.2", WanVaeConfig::wan_2_2())] {
+            let Scale { mean, std } = &scales[version];
+            assert_eq!(&config.latents_mean, mean, "{version}");
+            assert_eq!(&config.latents_std, std, "{version}");
+        }
+    }
+
+    #[test]
     fn unsupported_settings_are_named() {
         assert_eq!(WanVaeConfig::default().check(), Ok(()));
         assert_eq!(WanVaeConfig::wan_2_2().check(), Ok(()));

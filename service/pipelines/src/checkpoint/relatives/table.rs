@@ -196,7 +196,7 @@ pub(super) const RELATIVES: [Relative; 39] = [
     },
     Relative {
         name: "another kind of Wan, with control, speech or animation",
-        classes: &["WanVACE", "WanAnimate", "WanS2V"],
+        classes: &["WanVACE", "WanAnimate", "WanS2V", "VaceWan", "WanModel_S2V"],
         architectures: &[],
         marks: &[
             &["vace_blocks.0.", "vace_patch_embedding."],
