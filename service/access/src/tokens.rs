@@ -122,6 +122,17 @@ struct Kept {
 pub struct Secret(String);
 
 impl Secret {
+    /// A new one.
+    ///
+    /// # Errors
+    /// [`TokenError::NotRandom`].
+    pub fn new() -> Result<Secret, TokenError> {
+        let mut bytes = [0; 32];
+        let random = rustls::crypto::ring::default_provider().secure_random;
+        random.fill(&mut bytes).map_err(|_| TokenError::NotRandom)?;
+        Ok(Secret(format!("{PREFIX}{}", hex(&bytes))))
+    }
+
     /// The token.
     pub fn reveal(&self) -> &str {
         &self.0
@@ -146,6 +157,9 @@ pub enum TokenError {
     /// The system gives no random bytes.
     #[error("the system gives no random bytes for a token: try again")]
     NotRandom,
+    /// The token of `service.token_file` cannot be used: why, for people.
+    #[error("{0}")]
+    OfFile(String),
     /// There is no thread that looks at the file.
     #[error("the tokens cannot be watched: {0}")]
     Watch(#[from] std::io::Error),
@@ -205,10 +219,7 @@ impl TokenStore {
         now: SystemTime,
     ) -> Result<(Secret, TokenRecord), TokenError> {
         check_name(name)?;
-        let mut bytes = [0; 32];
-        let random = rustls::crypto::ring::default_provider().secure_random;
-        random.fill(&mut bytes).map_err(|_| TokenError::NotRandom)?;
-        let secret = Secret(format!("{PREFIX}{}", hex(&bytes)));
+        let secret = Secret::new()?;
         let record = TokenRecord {
             name: name.to_owned(),
             role,
@@ -307,18 +318,11 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// The tokens of a store, and the one of `service.token_file`.
-    ///
-    /// # Errors
-    /// When the store cannot be read.
-    pub fn read(store: &TokenStore, of_file: Option<&str>) -> Result<Tokens, TokenError> {
-        let kept = store.read()?;
-        let mut tokens = Tokens {
-            are_needed: kept.is_some() || of_file.is_some(),
-            valid: Vec::new(),
-        };
-        if let Some(token) = of_file {
-            tokens.valid.push(Valid {
+    /// One token, which may do everything.
+    pub fn of_one(token: &str) -> Tokens {
+        Tokens {
+            are_needed: true,
+            valid: vec![Valid {
                 sha256: digest(token),
                 expires: None,
                 holder: Arc::new(Holder {
@@ -326,8 +330,18 @@ impl Tokens {
                     role: Role::Administer,
                     allowance: Allowance::default(),
                 }),
-            });
+            }],
         }
+    }
+
+    /// The tokens of a store, and the one of `service.token_file`.
+    ///
+    /// # Errors
+    /// When the store cannot be read.
+    pub fn read(store: &TokenStore, of_file: Option<&str>) -> Result<Tokens, TokenError> {
+        let kept = store.read()?;
+        let mut tokens = of_file.map(Tokens::of_one).unwrap_or_default();
+        tokens.are_needed |= kept.is_some();
         for record in kept.unwrap_or_default() {
             let sha256 = bytes_of(&record.sha256).ok_or_else(|| TokenError::File {
                 file: store.file(),

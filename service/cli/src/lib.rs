@@ -12,11 +12,13 @@ mod doctor;
 mod exit;
 mod files;
 mod generate;
+mod init;
 mod interrupt;
 mod local;
 mod models;
 mod names;
 mod picture;
+mod pinned;
 mod program;
 mod pull;
 mod pull_messages;
@@ -29,6 +31,7 @@ mod screen;
 mod shell;
 mod show;
 mod status;
+mod token;
 mod track_uploads;
 mod wire;
 
@@ -182,6 +185,7 @@ fn dispatch(program: &'static dyn Program, arguments: Arguments) -> Result<(), C
             _ => interrupt::listen(program, Second::Exits)?,
         }
         match arguments.command {
+            Command::Serve(options) if options.init => init::run(&config, json),
             Command::Serve(options) => {
                 let stop = options.end_with_stdin.then(end_of_stdin);
                 Ok(program.serve(config, None, stop).await?)
@@ -229,6 +233,7 @@ async fn ask(
         Command::Recycle(options) => cards::recycle(client, options, json).await,
         Command::Jobs { all } => residency::jobs(client, all, json).await,
         Command::Cancel { job } => residency::cancel(client, job, json).await,
+        Command::Token(options) => token::run(config, options, json),
         Command::Serve(_)
         | Command::Run(_)
         | Command::Demo(_)

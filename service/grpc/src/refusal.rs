@@ -5,6 +5,8 @@
 pub(crate) enum Refusal {
     /// The token is missing or wrong.
     Unauthenticated(String),
+    /// The token has a role that may not do this.
+    RoleRequired(String),
     /// The client has as much as it may, or is too slow.
     ClientLimit(String),
     /// A message of a stream is longer than its method takes.

@@ -115,6 +115,10 @@ impl From<Refusal> for Status {
                 let details = vec![error_info(Reason::Unauthenticated)];
                 with_details(Code::Unauthenticated, &problem, details)
             }
+            Refusal::RoleRequired(problem) => {
+                let details = vec![error_info(Reason::RoleRequired)];
+                with_details(Code::PermissionDenied, &problem, details)
+            }
             Refusal::ClientLimit(problem) => {
                 let details = vec![error_info(Reason::ClientLimit), retry(RETRY_FULL_QUEUE)];
                 with_details(Code::ResourceExhausted, &problem, details)

@@ -4,15 +4,17 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use access::{CertificatesError, TokenError, TokenStore, Tokens};
 use calls::{Bounds, Host, ModelRef, Models, Parts, Service, WorkerPids, first_card_of, millis};
 use config::bounded;
-use config::{CardSettings, Config};
+use config::{CardSettings, Config, ServiceSettings};
 use engine::library::Library;
 use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
-use grpc::{GrpcSettings, Token, TransportError};
+use grpc::{Gate, GrpcSettings, TransportError};
 use hub::{Hub, Pulls};
 use model::Families;
 use residency::{Patience, Policy};
@@ -34,9 +36,18 @@ const COPY_LIMIT: Duration = Duration::from_secs(2);
 /// Why the service could not start.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ServeError {
-    /// The token file cannot be read.
-    #[error("{0}")]
-    Token(String),
+    /// The tokens cannot be read.
+    #[error(transparent)]
+    Tokens(#[from] TokenError),
+    /// The certificates cannot be used.
+    #[error(transparent)]
+    Certificates(#[from] CertificatesError),
+    /// Other machines could use it, or read what is sent.
+    #[error(
+        "service.listen is {address}, which other machines reach, and {}\n  `moored serve --init` makes a certificate and a token for them; \
+         {}", lacks.problem(), lacks.remedy()
+    )]
+    Exposed { address: SocketAddr, lacks: Lacks },
     /// The address cannot be bound.
     #[error(
         "cannot listen on {address}: {problem}; is another service there? (`--listen` takes another address)"
@@ -82,6 +93,87 @@ pub(crate) enum ServeError {
     Transport(#[from] TransportError),
 }
 
+/// What a service lacks that other machines reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lacks {
+    Tls,
+    Tokens,
+    Both,
+}
+
+impl Lacks {
+    fn problem(self) -> &'static str {
+        match self {
+            Lacks::Tls => "the service has no certificate: others could read tokens and pictures on the way",
+            Lacks::Tokens => "the service has no tokens: everybody there could use it",
+            Lacks::Both => "the service has neither a certificate nor tokens: everybody there could use it, and read what others send",
+        }
+    }
+
+    fn remedy(self) -> &'static str {
+        match self {
+            Lacks::Tls => {
+                "then set service.own_certificate = true (or service.certificate, service.certificate_key). Behind a proxy or a tunnel with \
+                 TLS of its own: service.allow_without_tls = true"
+            }
+            Lacks::Tokens => {
+                "`moored token make NAME` makes one alone, and service.token_file names a file with one. Where everybody may use the \
+                 service: service.allow_without_tokens = true"
+            }
+            Lacks::Both => {
+                "then set service.own_certificate = true. To do without: service.allow_without_tls = true (behind a proxy or a tunnel), and \
+                 service.allow_without_tokens = true or a service.token_file"
+            }
+        }
+    }
+}
+
+/// Refuses an address that other machines reach, without TLS or tokens, unless the configuration says so.
+fn check_exposure(service: &ServiceSettings, needs_token: bool) -> Result<(), ServeError> {
+    let address = service.listen;
+    let lacks_tls = service.certificates.is_none() && !service.allow_without_tls;
+    let lacks_tokens = !needs_token && !service.allow_without_tokens;
+    let lacks = match (lacks_tls, lacks_tokens) {
+        _ if address.ip().is_loopback() => return Ok(()),
+        (false, false) => return Ok(()),
+        (true, false) => Lacks::Tls,
+        (false, true) => Lacks::Tokens,
+        (true, true) => Lacks::Both,
+    };
+    Err(ServeError::Exposed { address, lacks })
+}
+
+/// The tokens of which calls must carry one, now and whenever they change.
+fn tokens_of(service: &ServiceSettings) -> Result<watch::Receiver<Tokens>, ServeError> {
+    if let Some(own) = &service.own_token {
+        return Ok(watch::channel(Tokens::of_one(own)).1);
+    }
+    let (store, file) = (TokenStore::of(&service.state), service.token_file.clone());
+    let files = std::iter::once(store.file()).chain(file.clone()).collect();
+    // Tokens that were asked for once are asked for until the service ends, whatever happens to the file.
+    let were_needed = AtomicBool::new(false);
+    let read = move || {
+        let of_file = read_token(file.as_deref()).map_err(TokenError::OfFile)?;
+        let mut tokens = Tokens::read(&store, of_file.as_deref())?;
+        tokens.are_needed |= were_needed.fetch_or(tokens.are_needed, Ordering::Relaxed);
+        Ok::<_, TokenError>(tokens)
+    };
+    Ok(access::follow("the tokens", files, read)?)
+}
+
+/// The certificates of new connections, now and whenever they change.
+fn tls_of(service: &ServiceSettings) -> Result<Option<grpc::Tls>, ServeError> {
+    let Some(certificates) = service.certificates.clone() else {
+        return Ok(None);
+    };
+    if service.own_certificate {
+        access::make_own(&service.state, &config::host_name())?;
+    }
+    tracing::info!(fingerprint = %certificates.fingerprint()?, certificate = %certificates.certificate.display(), "connections are encrypted");
+    let files = certificates.files();
+    Ok(Some(access::follow("the certificates", files, move || certificates.read())?))
+}
+
 /// Runs the service until a signal or `stop` ends it. `ready` receives the address.
 pub(crate) async fn run(
     config: Config,
@@ -90,8 +182,11 @@ pub(crate) async fn run(
 ) -> Result<(), ServeError> {
     let mut timeline = Timeline::begin("start the service");
     memory::start_trimming();
-    let token = read_token(config.service.token_file.as_deref()).map_err(ServeError::Token)?;
     make_state_folder(&config.service.state)?;
+    let tokens = tokens_of(&config.service)?;
+    let needs_token = tokens.borrow().are_needed;
+    check_exposure(&config.service, needs_token)?;
+    let tls = tls_of(&config.service)?;
     timeline.part("token and folders");
     let early = EarlyWorker::start();
     let cards = find_cards(&config.cards).await?;
@@ -138,7 +233,8 @@ pub(crate) async fn run(
     });
     let settings = GrpcSettings {
         limits: config.limits.clone(),
-        token,
+        gate: Gate::new(tokens),
+        tls,
         max_message: config.service.max_message,
         families: families.names().into_iter().map(str::to_owned).collect(),
     };
@@ -154,7 +250,7 @@ pub(crate) async fn run(
         shut_down(queue, config.service.drain, stop, stopping, stopped).map_err(ServeError::Signals)?;
     let names: Vec<String> = cards.iter().map(|(device, _)| device.to_string()).collect();
     tracing::info!(%address, cards = names.join(" "), "moored is listening");
-    log_access(&config, address);
+    log_access(&config, address, needs_token);
     // Not awaited: a folder that does not answer must not delay the start.
     drop(tokio::task::spawn_blocking(move || log_models(&config, &models)));
     if let Some(ready) = ready {
@@ -171,19 +267,22 @@ pub(crate) async fn run(
     Ok(())
 }
 
-/// The token in a file, which calls must carry; without a file they need none.
-fn read_token(file: Option<&Path>) -> Result<Token, String> {
+/// A shorter token could be guessed.
+const LEAST_TOKEN_CHARACTERS: usize = 16;
+
+/// The token in a file.
+fn read_token(file: Option<&Path>) -> Result<Option<String>, String> {
     let unusable =
         |file: &Path, problem: String| format!("the token file {} cannot be used: {problem}", file.display());
     let read = |file: &Path| bounded::token(file).map_err(|problem| unusable(file, problem.to_string()));
     let token = file.map(read).transpose()?;
-    let short = |problem: String| {
-        format!(
-            "the token in {} {problem}",
-            file.unwrap_or(Path::new("")).display()
-        )
-    };
-    Token::new(token.as_deref()).map_err(short)
+    match (&token, file) {
+        (Some(token), Some(file)) if token.len() < LEAST_TOKEN_CHARACTERS => Err(format!(
+            "the token in {} is shorter than {LEAST_TOKEN_CHARACTERS} characters",
+            file.display()
+        )),
+        _ => Ok(token),
+    }
 }
 
 fn make_state_folder(folder: &Path) -> Result<(), ServeError> {
@@ -221,26 +320,36 @@ async fn close(
 }
 
 /// Logs who may use the service, and a command to try.
-fn log_access(config: &Config, address: SocketAddr) {
-    let token = config.service.token_file.is_some();
+fn log_access(config: &Config, address: SocketAddr, token: bool) {
+    let is_encrypted = config.service.certificates.is_some();
     if address.ip().is_loopback() {
         let who = if token {
-            "programs of this machine that have the token"
+            "programs of this machine that have a token"
         } else {
             "every program of this machine"
         };
         tracing::info!(token, "{who} may use it");
+    } else if is_encrypted && token {
+        tracing::info!("other machines may use it with a token");
     } else {
-        tracing::warn!(
-            token,
-            "other machines may use it with the token; the connection is not encrypted, so put a proxy with TLS or a tunnel \
-             in front of it"
-        );
+        let without = match (is_encrypted, token) {
+            (true, _) => "everybody who reaches it may use it, as service.allow_without_tokens says",
+            (false, true) => {
+                "other machines may use it with a token, and connections are not encrypted, as service.allow_without_tls says: \
+                 put a proxy with TLS or a tunnel in front of it"
+            }
+            (false, false) => "everybody who reaches it may use it, and read what others send, as the configuration says",
+        };
+        tracing::warn!(token, "{without}");
     }
+    let scheme = match is_encrypted {
+        true => "https",
+        false => "http",
+    };
     let endpoint = match address.port() {
-        50051 if address.ip().is_loopback() => String::new(),
-        port if address.ip().is_unspecified() => format!(" --endpoint http://127.0.0.1:{port}"),
-        _ => format!(" --endpoint http://{address}"),
+        50051 if address.ip().is_loopback() && !is_encrypted => String::new(),
+        port if address.ip().is_unspecified() => format!(" --endpoint {scheme}://127.0.0.1:{port}"),
+        _ => format!(" --endpoint {scheme}://{address}"),
     };
     tracing::info!("try: moored generate \"a red circle on a white background\"{endpoint}");
 }
