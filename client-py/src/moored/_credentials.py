@@ -1,7 +1,7 @@
 """Tokens and fingerprints that are kept for services, each for one address.
 
-`moored token use` keeps them in a file that only its owner may read. A token goes to the address that
-it was kept for, and to no other one.
+`moored token use` keeps them in a file that only its owner may read. A token goes to the address
+that it was kept for, and to no other one.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def kept_for(endpoint: str) -> Credential:
 def bound_token(endpoint: str, token: str) -> str:
     """The token, if it belongs to this service; else Unauthenticated.
 
-    For programs whose address and token come from settings that others may write. A token belongs to
-    the service that it was first used for here, or that `moored token use` keeps it for.
+    For programs whose address and token come from settings that others may write. A token belongs
+    to the service that it was first used for here, or that `moored token use` keeps it for.
     """
     if not token or kept_for(endpoint).token == token:
         return token
@@ -84,8 +84,9 @@ def bound_token(endpoint: str, token: str) -> str:
         _write(record, {"version": _VERSION, "endpoints": {**endpoints, digest: key}})
     elif belongs_to != key:
         raise Unauthenticated(
-            f"The token was not sent to {key}: it belongs to {belongs_to}, for which it was used before. To use it "
-            f"for this one too, run `moored token use FILE --endpoint {key}` on this machine"
+            f"The token was not sent to {key}: it belongs to {belongs_to}, for which it was used "
+            f"before. To use it for this one, run `moored token use FILE --endpoint {key}` on this "
+            "machine"
         )
     return token
 
@@ -124,5 +125,6 @@ def _write(file: Path, value: dict[str, Any]) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise Unauthenticated(
-            f"The token was not sent: {file}, which keeps what it was used for, cannot be written: {reason}"
+            f"The token was not sent: {file}, which keeps what it was used for, cannot be written: "
+            f"{reason}"
         ) from None

@@ -1,7 +1,7 @@
 """Certificates that are known by their fingerprint.
 
-gRPC for Python asks nobody about a certificate. So it is fetched first, held against the fingerprint, and
-is then the only one that the channel trusts.
+gRPC for Python asks nobody about a certificate. So it is fetched first, held against the
+fingerprint, and is then the only one that the channel trusts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import socket
 import ssl
 from dataclasses import dataclass
+from typing import Any
 
 from ._errors import ConnectionFailed, InvalidRequest
 
@@ -50,9 +51,9 @@ def pinned(target: str, endpoint: str, digits: str) -> Pinned:
         found = hashlib.sha256(der).hexdigest()
         if found != digits:
             raise ConnectionFailed(
-                f"The certificate of {endpoint} is not the expected one: its fingerprint is sha256:{found}. "
-                "If the service got a new certificate, ask who runs it; else something in between "
-                "answers in its place",
+                f"The certificate of {endpoint} is not the expected one: its fingerprint is "
+                f"sha256:{found}. If the service got a new certificate, ask who runs it; else "
+                "something in between answers in its place",
                 cause="certificate",
                 endpoint=endpoint,
             )
@@ -74,9 +75,7 @@ def pinned(target: str, endpoint: str, digits: str) -> Pinned:
     return Pinned(pem.encode(), _name(told) or address[0])
 
 
-def _certificate(
-    address: tuple[str, int], context: ssl.SSLContext
-) -> tuple[bytes, dict[str, object]]:
+def _certificate(address: tuple[str, int], context: ssl.SSLContext) -> tuple[bytes, dict[str, Any]]:
     context.set_alpn_protocols(["h2"])
     with (
         socket.create_connection(address, _CONNECT_S) as plain,
@@ -85,7 +84,7 @@ def _certificate(
         return encrypted.getpeercert(binary_form=True) or b"", encrypted.getpeercert() or {}
 
 
-def _name(told: dict[str, object]) -> str:
+def _name(told: dict[str, Any]) -> str:
     alternatives = told.get("subjectAltName", ())
     for kind, name in alternatives if isinstance(alternatives, tuple) else ():
         if kind in ("DNS", "IP Address") and not str(name).startswith("*"):

@@ -393,14 +393,16 @@ impl Arguments {
 
     fn of(matches: &ArgMatches) -> Result<Arguments, clap::Error> {
         let mut arguments = Arguments::from_arg_matches(matches)?;
-        if let Some((_, after)) = matches.subcommand() {
-            let after = GlobalOptions::from_arg_matches(after)?;
-            let both = std::mem::take(&mut arguments.common).and(after);
+        let mut before = matches;
+        while let Some((_, after)) = before.subcommand() {
+            let common = GlobalOptions::from_arg_matches(after)?;
+            let both = std::mem::take(&mut arguments.common).and(common);
             arguments.common = both.map_err(|name| {
                 let problem =
                     format!("{name} is given twice, before the command and after it: leave one out");
                 whole_command().error(ErrorKind::ArgumentConflict, problem)
             })?;
+            before = after;
         }
         arguments
             .check()
@@ -569,10 +571,16 @@ pub(super) fn whole_command() -> clap::Command {
         if !["serve", "demo", "run", "config", "doctor", "worker"].contains(&name.as_str()) {
             hidden.push("set");
         }
-        let command = GlobalOptions::augment_args(command);
-        hidden.into_iter().fold(command, |command, option| {
-            command.mut_arg(option, |option| option.hide(true))
-        })
+        with_common(command, &hidden)
+    })
+}
+
+/// A command with the common options, and its own commands with them.
+fn with_common(command: clap::Command, hidden: &[&str]) -> clap::Command {
+    let command = command.mut_subcommands(|command| with_common(command, hidden));
+    let command = GlobalOptions::augment_args(command);
+    hidden.iter().fold(command, |command, option| {
+        command.mut_arg(option, |option| option.hide(true))
     })
 }
 
@@ -622,6 +630,7 @@ mod tests {
             "moored status --set queue.max_jobs=1",
             "moored generate --set cards.policy=shared a",
             "moored plan a -o b",
+            "moored token make alice --endpoint x",
             "moored generate a --steps 0",
         ] {
             assert!(read(line).is_err(), "{line}");
@@ -631,6 +640,8 @@ mod tests {
             "moored pull me/mine --set hub.cache=x",
             "moored serve --token-file x --set queue.max_jobs=1",
             "moored -v generate -v a",
+            "moored token make alice --json",
+            "moored token use file --endpoint https://box",
         ] {
             assert!(read(line).is_ok(), "{line}");
         }

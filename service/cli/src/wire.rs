@@ -143,6 +143,11 @@ impl WireError {
             if let Some(found) = rustls_error(error).and_then(|tls| WireError::of_tls(tls, endpoint())) {
                 return Some(found);
             }
+            let io = error.downcast_ref().and_then(h2::Error::get_io);
+            let within = io.and_then(|io| rustls_error(io));
+            if let Some(found) = within.and_then(|tls| WireError::of_tls(tls, endpoint())) {
+                return Some(found);
+            }
             if let Some(found) = error
                 .downcast_ref()
                 .and_then(|h2| WireError::of_h2(h2, endpoint()))

@@ -1,0 +1,429 @@
+"""Who may use the service: TLS, mutual TLS, tokens with roles, and what belongs to a token."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import ssl
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import moored
+import pytest
+import trustme
+from waiting import wait_until
+
+from service import Service, clean_environment, run
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+SIM = ("sim:2GiB",)
+
+
+def told(*arguments: str, **options: Any) -> dict[str, Any]:
+    """The answer of a command as JSON."""
+    done = run(*arguments, "--json", **options)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def make_token(state: Path, name: str, *limits: str, role: str = "generate") -> str:
+    made = told("token", "make", name, "--role", role, "--state", str(state), *limits)
+    return str(made["token"])
+
+
+class Encrypted:
+    """A service with a certificate of its own, and tokens of each role."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state = folder / "state"
+        init = told("serve", "--init", "--state", str(self.state))
+        self.fingerprint = str(init["fingerprint"])
+        self.tokens = {"administer": str(init["token"])}
+        self.tokens |= {
+            role: make_token(self.state, role, role=role) for role in ("observe", "generate")
+        }
+        self.service = Service(
+            *("--set", "service.own_certificate=true", "--set", "limits.handshake=2s"),
+            state=self.state,
+            devices=SIM,
+        )
+        self.endpoint = f"https://{self.service.address}"
+
+    def client(self, role: str = "administer", **options: Any) -> moored.Client:
+        options = {"token": self.tokens.get(role, ""), "fingerprint": self.fingerprint} | options
+        return moored.Client(self.endpoint, **options)
+
+
+@pytest.fixture(scope="module")
+def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encrypted]:
+    made = Encrypted(tmp_path_factory.mktemp("encrypted"))
+    with made.client() as client:
+        client.wait_until_ready()
+    yield made
+    assert made.service.stop() == 0
+    log = "".join(made.service.log)
+    assert not any(token in log for token in made.tokens.values())
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> dict[str, str]:
+    """The environment of a user with a file of credentials."""
+    return clean_environment() | {"MOORED_CREDENTIALS": str(tmp_path / "credentials.json")}
+
+
+# TLS.
+
+
+def test_init_makes_a_certificate_and_a_token_once(encrypted: Encrypted) -> None:
+    again = told("serve", "--init", "--state", str(encrypted.state))
+    assert again["fingerprint"] == encrypted.fingerprint
+    assert again["token"] is None
+    for name in ("certificate-key.pem", "tokens.json"):
+        assert stat.S_IMODE((encrypted.state / name).stat().st_mode) == 0o600, name
+    assert any(encrypted.fingerprint in line for line in encrypted.service.log)
+
+
+def test_the_certificate_is_pinned_by_python_and_by_the_command_line(
+    encrypted: Encrypted, own: dict[str, str], tmp_path: Path
+) -> None:
+    with encrypted.client() as client:
+        assert client.server_info().version
+        assert client.generate_image(
+            "a cube", model="moored/demo", steps=1, width=64, height=64
+        ).data
+    (tmp_path / "token").write_text(encrypted.tokens["observe"])
+    given = ("status", "--endpoint", encrypted.endpoint, "--token-file", str(tmp_path / "token"))
+    pinned = run(*given, "--fingerprint", encrypted.fingerprint, env=own)
+    assert pinned.returncode == 0, pinned.stderr
+    wrong = run(*given, "--fingerprint", "0" * 64, env=own)
+    assert wrong.returncode == 3
+    assert encrypted.fingerprint in wrong.stderr
+    unpinned = run(*given, env=own)
+    assert unpinned.returncode == 3
+    assert "certificate" in unpinned.stderr
+    as_authority = own | {"MOORED_CA_FILE": str(encrypted.state / "certificate.pem")}
+    assert run(*given, env=as_authority).returncode == 0
+
+
+def test_a_kept_token_is_sent_to_its_address_with_its_fingerprint(
+    encrypted: Encrypted, own: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text(encrypted.tokens["observe"])
+    at = ("--endpoint", encrypted.endpoint)
+    kept = run(
+        "token",
+        "use",
+        str(tmp_path / "token"),
+        *at,
+        "--fingerprint",
+        encrypted.fingerprint,
+        env=own,
+    )
+    assert kept.returncode == 0, kept.stderr
+    file = Path(own["MOORED_CREDENTIALS"])
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert run("status", *at, env=own).returncode == 0
+    # The Python client reads the same file.
+    code = f"import moored; print(moored.Client({encrypted.endpoint!r}).server_info().version)"
+    asked = subprocess.run([sys.executable, "-c", code], env=own, capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr
+    assert run("token", "forget", *at, env=own).returncode == 0
+    assert run("token", "forget", *at, env=own).returncode == 2
+    assert run("status", *at, env=own).returncode == 3
+
+
+def test_a_connection_without_a_handshake_is_closed_and_keeps_nobody_waiting(
+    encrypted: Encrypted,
+) -> None:
+    host, port = encrypted.service.address.rsplit(":", 1)
+    silent = [socket.create_connection((host, int(port))) for _ in range(20)]
+    with encrypted.client("observe") as client:
+        assert client.server_info().version
+    for connection in silent:
+        connection.settimeout(30)
+        assert connection.recv(1) == b""
+
+
+def test_a_new_certificate_is_taken_and_open_connections_stay(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    pem = tmp_path / "authority.pem"
+    authority.cert_pem.write_to_path(pem)
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+
+    def issue() -> None:
+        made = authority.issue_cert("localhost", "127.0.0.1")
+        for file, blobs in ((key, [made.private_key_pem]), (certificate, made.cert_chain_pems)):
+            new = file.with_suffix(".new")
+            new.write_bytes(b"".join(blob.bytes() for blob in blobs))
+            new.replace(file)
+
+    issue()
+    given = (f"service.certificate={certificate}", f"service.certificate_key={key}")
+    service = Service(
+        *(word for each in given for word in ("--set", each)), state=tmp_path / "state", devices=SIM
+    )
+
+    def served() -> str:
+        host, port = service.address.rsplit(":", 1)
+        return ssl.get_server_certificate((host, int(port)))
+
+    try:
+        with moored.Client(f"https://{service.address}", ca_file=str(pem)) as client:
+            client.wait_until_ready()
+            changes = client.watch_status()
+            next(iter(changes))
+            before = served()
+            key.write_text("no key")
+            service.wait_for_log(lambda: any("cannot be used" in line for line in service.log))
+            assert served() == before, "the old ones stay in force"
+            issue()
+            wait_until(lambda: served() != before, "the new certificate")
+            # The call that was open then goes on.
+            with moored.Client(f"https://{service.address}", ca_file=str(pem)) as other:
+                other.load("moored/demo")
+            next(iter(changes))
+            changes.close()
+    finally:
+        assert service.stop() == 0
+
+
+def test_mutual_tls_lets_in_who_shows_a_certificate(tmp_path: Path, own: dict[str, str]) -> None:
+    authority, stranger = trustme.CA(), trustme.CA()
+    pem = tmp_path / "authority.pem"
+    authority.cert_pem.write_to_path(pem)
+    for name, made in (
+        ("service", authority.issue_cert("127.0.0.1")),
+        ("alice", authority.issue_cert("alice")),
+        ("mallory", stranger.issue_cert("alice")),
+    ):
+        made.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
+        made.private_key_pem.write_to_path(tmp_path / f"{name}-key.pem")
+    given = (
+        f"service.certificate={tmp_path / 'service.pem'}",
+        f"service.certificate_key={tmp_path / 'service-key.pem'}",
+        f"service.client_authorities={pem}",
+    )
+    service = Service(
+        *(word for each in given for word in ("--set", each)), state=tmp_path / "state", devices=SIM
+    )
+    endpoint = f"https://{service.address}"
+    try:
+        for who, may in (("alice", True), ("mallory", False), (None, False)):
+            shown: dict[str, Any] = {}
+            env = own | {"MOORED_CA_FILE": str(pem), "MOORED_ENDPOINT": endpoint}
+            if who:
+                shown = {
+                    "certificate": tmp_path / f"{who}.pem",
+                    "certificate_key": tmp_path / f"{who}-key.pem",
+                }
+                env |= {f"MOORED_{name.upper()}": str(file) for name, file in shown.items()}
+            with moored.Client(endpoint, ca_file=str(pem), **shown) as client:
+                if may:
+                    client.wait_until_ready()
+                    assert client.server_info().version
+                else:
+                    with pytest.raises(moored.ConnectionFailed):
+                        client.server_info()
+            asked = run("status", env=env)
+            assert (asked.returncode == 0) is may, asked.stderr
+            if not may:
+                assert "MOORED_CERTIFICATE" in asked.stderr
+    finally:
+        assert service.stop() == 0
+
+
+def test_beyond_loopback_tls_and_tokens_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    token = ("--token-file", str(tmp_path / "token"))
+    tls = ("--set", "service.own_certificate=true")
+    plain = ("--set", "service.allow_without_tls=true")
+    open_to_all = ("--set", "service.allow_without_tokens=true")
+    for number, (given, lacks) in enumerate(
+        (
+            ((), "neither a certificate nor tokens"),
+            (token, "no certificate"),
+            (tls, "no tokens"),
+            (open_to_all, "no certificate"),
+            (plain, "no tokens"),
+        )
+    ):
+        for address in ("0.0.0.0:0", "[::]:0") if number == 0 else ("0.0.0.0:0",):
+            state = tmp_path / f"state-{number}"
+            refused = run(
+                "serve", "--listen", address, "--device", "sim:1GiB", "--state", str(state), *given
+            )
+            assert refused.returncode == 1, refused.stderr
+            for word in (lacks, "--init", "service.allow_without_"):
+                assert word in refused.stderr, refused.stderr
+    for number, given in enumerate(((*token, *tls), (*plain, *open_to_all))):
+        listen = ("--set", "service.listen=0.0.0.0:0")
+        service = Service(*listen, *given, state=tmp_path / f"served-{number}", devices=SIM)
+        assert service.stop() == 0
+
+
+# Tokens.
+
+
+def test_a_role_may_do_what_is_its_own_and_no_more(encrypted: Encrypted) -> None:
+    def image(client: moored.Client) -> object:
+        return client.generate_image("x", model="moored/demo", steps=1, width=64, height=64)
+
+    for call, least in (
+        (lambda client: client.status(), "observe"),
+        (lambda client: client.jobs(), "observe"),
+        (lambda client: client.list_models(), "observe"),
+        (image, "generate"),
+        (lambda client: client.load("moored/demo"), "generate"),
+        (lambda client: client.unload(), "administer"),
+        (lambda client: client.trim(), "administer"),
+    ):
+        roles = ["observe", "generate", "administer"]
+        for role in roles:
+            with encrypted.client(role) as client:
+                if roles.index(role) >= roles.index(least):
+                    call(client)
+                else:
+                    with pytest.raises(
+                        moored.RoleRequired, match=f"role {least}.*{role}"
+                    ) as refused:
+                        call(client)
+                    assert refused.value.reason == "ROLE_REQUIRED"
+
+
+def test_tokens_are_made_listed_and_withdrawn_while_the_service_runs(encrypted: Encrypted) -> None:
+    state = ("--state", str(encrypted.state))
+    secret = make_token(encrypted.state, "visitor", "--jobs", "2", "--expires", "30d")
+    (listed,) = [
+        record
+        for line in run("token", "list", "--json", *state).stdout.splitlines()
+        if (record := json.loads(line))["name"] == "visitor"
+    ]
+    assert listed["role"] == "generate"
+    assert listed["limits"] == {"jobs": 2}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT.*Z", listed["expires"])
+    in_words = run("token", "list", *state)
+    assert "visitor: generate, 2 jobs, until" in in_words.stdout
+    assert secret not in in_words.stdout + (encrypted.state / "tokens.json").read_text()
+    again = run("token", "make", "visitor", *state)
+    assert again.returncode == 2
+    assert "withdraw" in again.stderr
+
+    def is_let_in() -> bool:
+        with encrypted.client(token=secret) as client:
+            try:
+                return bool(client.server_info().version)
+            except moored.Unauthenticated:
+                return False
+
+    wait_until(is_let_in, "the token")
+    assert run("token", "withdraw", "visitor", *state).returncode == 0
+    wait_until(lambda: not is_let_in(), "the withdrawal")
+    assert run("token", "withdraw", "visitor", *state).returncode == 2
+
+
+def test_the_first_token_closes_a_service_that_runs_and_the_last_one_does_not_open_it(
+    tmp_path: Path,
+) -> None:
+    state = tmp_path / "state"
+    service = Service(state=state, devices=SIM)
+    try:
+        with moored.Client(service.address) as client:
+            client.wait_until_ready()
+            assert client.server_info().version
+        make_token(state, "alice")
+
+        def is_open() -> bool:
+            with moored.Client(service.address) as client:
+                try:
+                    return bool(client.server_info().version)
+                except moored.Unauthenticated:
+                    return False
+
+        wait_until(lambda: not is_open(), "the first token")
+        seen = len(service.log)
+        (state / "tokens.json").unlink()
+        service.wait_for_log(
+            lambda: any("the tokens changed" in line for line in service.log[seen:])
+        )
+        assert not is_open()
+    finally:
+        assert service.stop() == 0
+
+
+def test_an_expired_token_is_refused(encrypted: Encrypted) -> None:
+    secret = make_token(encrypted.state, "brief", "--expires", "1s")
+
+    def refusal() -> str:
+        with encrypted.client(token=secret) as client:
+            try:
+                client.server_info()
+            except moored.Unauthenticated as refused:
+                return refused.message
+        return ""
+
+    wait_until(lambda: "expired" in refusal(), "the expiry")
+
+
+# Whose a token is.
+
+
+def test_a_token_is_sent_to_the_endpoint_beside_it_alone(
+    tmp_path: Path, own: dict[str, str]
+) -> None:
+    """The token of a file or of the environment does not go where a flag points."""
+    (tmp_path / "token").write_text(TOKEN)
+    service = Service(
+        "--token-file", str(tmp_path / "token"), state=tmp_path / "state", devices=SIM
+    )
+    here = f"http://{service.address}"
+    file = tmp_path / "moored.toml"
+    of_file = f'[client]\nendpoint = "{here}"\ntoken_file = "{tmp_path / "token"}"\n'
+    of_another = of_file.replace(here, "http://127.0.0.1:9")
+    variables = own | {"MOORED_TOKEN_FILE": str(tmp_path / "token")}
+    try:
+        for text, env, flags, is_sent in (
+            (of_file, own, (), True),
+            (of_another, own, ("--endpoint", here), False),
+            (of_another, own | {"MOORED_ENDPOINT": here}, (), False),
+            ("", variables | {"MOORED_ENDPOINT": here}, (), True),
+            ("", variables, ("--endpoint", here), False),
+            ("", own, ("--endpoint", here, "--token-file", str(tmp_path / "token")), True),
+            (of_another, own, ("--token-file", str(tmp_path / "token"), "--endpoint", here), True),
+        ):
+            file.write_text(text)
+            asked = run("jobs", "--config", str(file), *flags, env=env)
+            assert (asked.returncode == 0) is is_sent, (text, flags, asked.stderr)
+            if not is_sent:
+                assert asked.returncode == 7
+                assert "moored token use" in asked.stderr
+    finally:
+        assert service.stop() == 0
+
+
+def test_run_starts_a_service_of_its_own_where_tokens_are_asked_for(tmp_path: Path) -> None:
+    """Nobody else can use it meanwhile, and the command needs no token."""
+    state = tmp_path / "state"
+    make_token(state, "alice")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = tmp_path / "cube.png"
+    env = clean_environment() | {"MOORED_SERVICE_STATE": str(state)}
+    asked = (
+        "run",
+        "moored/demo",
+        "a cube",
+        "--endpoint",
+        f"http://127.0.0.1:{port}",
+        "--device",
+        "cpu",
+    )
+    done = run(*asked, "--steps", "1", "-W", "64", "-H", "64", "-o", str(out), env=env)
+    assert done.returncode == 0, done.stderr
+    assert out.exists()
