@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import socket
@@ -16,9 +17,11 @@ from typing import Any
 import moored
 import pytest
 import trustme
+from PIL import Image
+from moored._generated import residency_pb2
 from waiting import wait_until
 
-from service import Service, clean_environment, run
+from service import INSTANT_MODELS, Service, clean_environment, run
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 SIM = ("sim:2GiB",)
@@ -37,6 +40,28 @@ def make_token(state: Path, name: str, *limits: str, role: str = "generate") -> 
     return str(made["token"])
 
 
+def picture() -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", (64, 64), (200, 30, 40)).save(out, "PNG")
+    return out.getvalue()
+
+
+PICTURE = picture()
+SMALL: dict[str, Any] = {"model": "small", "steps": 1, "width": 64, "height": 64}
+
+
+def accepted(client: moored.Client) -> None:
+    """Waits until a service has read a token that was made while it ran."""
+
+    def is_let_in() -> bool:
+        try:
+            return bool(client.server_info().version)
+        except moored.Unauthenticated:
+            return False
+
+    wait_until(is_let_in, "the token")
+
+
 class Encrypted:
     """A service with a certificate of its own, and tokens of each role."""
 
@@ -50,6 +75,7 @@ class Encrypted:
         }
         self.service = Service(
             *("--set", "service.own_certificate=true", "--set", "limits.handshake=2s"),
+            *("--models", str(INSTANT_MODELS)),
             state=self.state,
             devices=SIM,
         )
@@ -368,6 +394,166 @@ def test_an_expired_token_is_refused(encrypted: Encrypted) -> None:
         return ""
 
     wait_until(lambda: "expired" in refusal(), "the expiry")
+
+
+# How much a token may do.
+
+
+def test_jobs_of_a_token_are_bounded(encrypted: Encrypted) -> None:
+    secret = make_token(encrypted.state, "one-job", "--jobs", "1")
+    with encrypted.client(token=secret) as client, encrypted.client("generate") as other:
+        accepted(client)
+        with client.stream_image("one", model="slow", steps=400) as first:
+            next(iter(first))
+            with pytest.raises(moored.TokenLimit, match=r"one-job.*may have 1") as refused:
+                client.generate_image("another", **SMALL)
+            assert refused.value.limit == "jobs"
+            assert refused.value.retry_after_s
+            other.generate_image("of another token", **SMALL)
+        with pytest.raises(moored.Cancelled):
+            first.result()
+        client.generate_image("when it has ended", **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("option", "limit"),
+    [("--pixels", "pixels_per_minute"), ("--bytes", "bytes_per_minute")],
+)
+def test_a_token_may_have_so_much_a_minute(encrypted: Encrypted, option: str, limit: str) -> None:
+    each = 64 * 64 if option == "--pixels" else len(PICTURE)
+    secret = make_token(encrypted.state, f"some{option}", option, str(3 * each // 2))
+    with encrypted.client(token=secret) as client:
+        accepted(client)
+
+        def ask(times: int = 1) -> object:
+            if option == "--pixels":
+                return client.generate_image("x", **SMALL, count=times)
+            return client.put_media(PICTURE)
+
+        ask()
+        with pytest.raises(moored.TokenLimit, match="a minute.*try again in") as refused:
+            ask()
+        assert refused.value.limit == limit
+        assert 0 < (refused.value.retry_after_s or 0) <= 60
+        if option == "--pixels":
+            with pytest.raises(moored.TokenLimit, match="this alone has") as too_large:
+                ask(2)
+            assert too_large.value.retry_after_s is None
+
+
+def test_a_token_may_use_its_own_models_alone(encrypted: Encrypted) -> None:
+    secret = make_token(encrypted.state, "modest", "--model", "small", "--model", "slow")
+    with encrypted.client(token=secret) as client:
+        accepted(client)
+        client.load("slow")
+        for call in (
+            lambda: client.load("moored/demo"),
+            lambda: client.generate_image("x", **SMALL | {"model": "moored/demo"}),
+        ):
+            with pytest.raises(
+                moored.TokenLimit, match="may not use moored/demo: .*slow, small"
+            ) as refused:
+                call()
+            assert refused.value.limit == "models"
+            assert refused.value.retry_after_s is None
+
+
+# What belongs to a token.
+
+
+@pytest.fixture(scope="module")
+def alice_and_bob(encrypted: Encrypted) -> Iterator[tuple[moored.Client, moored.Client]]:
+    secrets = [make_token(encrypted.state, name) for name in ("alice", "bob")]
+    # Both say that they are the same client.
+    clients = [encrypted.client(token=secret, client_id="same") for secret in secrets]
+    for client in clients:
+        accepted(client)
+    yield clients[0], clients[1]
+    for client in clients:
+        client.close()
+
+
+def test_a_latent_is_that_of_its_token(
+    encrypted: Encrypted, alice_and_bob: tuple[moored.Client, moored.Client]
+) -> None:
+    alice, bob = alice_and_bob
+    (latent,) = alice.generate_image("mine", keep_latent=True, **SMALL).latents
+    uploaded = alice.put_latent(alice.get_latent(latent))
+    with encrypted.client() as administrator:
+        for one in (latent, uploaded):
+            for other in (bob, administrator):
+                with pytest.raises(moored.LatentNotFound):
+                    other.get_latent(one)
+                with pytest.raises(moored.LatentNotFound):
+                    other.decode_latent(one, model="small")
+                with pytest.raises(moored.LatentNotFound):
+                    other.generate_image("x", init_latent=one, strength=0.5, **SMALL)
+                assert other.release_latent(one) is False
+            assert alice.decode_latent(one, model="small").data
+    assert alice.release_latent(uploaded) is True
+
+
+def test_media_are_those_of_their_token(alice_and_bob: tuple[moored.Client, moored.Client]) -> None:
+    alice, bob = alice_and_bob
+    media = alice.put_media(PICTURE)
+    assert bob.release_media(media) is False
+    with pytest.raises(moored.InvalidRequest, match="there is no media"):
+        bob.generate_image("x", init_media=media, strength=0.5, **SMALL)
+    assert alice.generate_image("x", init_media=media, strength=0.5, **SMALL).data
+    assert alice.release_media(media) is True
+
+
+def test_a_job_is_cancelled_by_its_token_or_an_administrator(
+    encrypted: Encrypted, alice_and_bob: tuple[moored.Client, moored.Client]
+) -> None:
+    alice, bob = alice_and_bob
+    with encrypted.client() as administrator:
+        for owner in (alice, administrator):
+            with alice.stream_image("x", model="slow", steps=400, idempotency_key="key") as stream:
+                next(iter(stream))
+                with pytest.raises(moored.JobNotFound):
+                    bob.cancel(stream.job_id)
+                # The same key is another job.
+                assert bob.generate_image("y", idempotency_key="key", **SMALL).data
+                assert owner.cancel(stream.job_id) is True
+                with pytest.raises(moored.Cancelled):
+                    stream.result()
+            with pytest.raises(moored.JobNotFound):
+                bob.cancel(stream.job_id)
+            assert alice.cancel(stream.job_id) is False, "it has ended"
+
+
+def test_a_hold_is_that_of_its_token(alice_and_bob: tuple[moored.Client, moored.Client]) -> None:
+    alice, bob = alice_and_bob
+    hold = alice.hold("small", ttl_s=600)
+    theirs = bob.hold("small", ttl_s=600)
+    assert theirs.id != hold.id, "the name of a client does not make it the same"
+    assert (
+        bob._connection.stubs.residency.ReleaseHold(
+            residency_pb2.ReleaseHoldRequest(hold_id=hold.id), metadata=bob._metadata
+        ).released
+        is False
+    )
+    assert theirs.release() is True
+    assert hold.release() is True
+
+
+def test_an_administrator_sees_names_and_sizes_and_no_prompt(
+    encrypted: Encrypted, alice_and_bob: tuple[moored.Client, moored.Client]
+) -> None:
+    alice, _ = alice_and_bob
+    secret = "a prompt that nobody else reads"
+    with (
+        alice.stream_image(secret, model="slow", steps=400) as stream,
+        encrypted.client() as administrator,
+    ):
+        next(iter(stream))
+        listed = administrator.jobs(include_ended=True)
+        assert any(job.id == stream.job_id and job.client == "same" for job in listed)
+        assert secret not in repr(listed) + repr(administrator.status())
+    with pytest.raises(moored.Cancelled):
+        stream.result()
+    assert not any(secret in line for line in encrypted.service.log)
 
 
 # Whose a token is.

@@ -99,7 +99,9 @@ impl Certificates {
     /// When its file cannot be used.
     pub fn fingerprint(&self) -> Result<Fingerprint, CertificatesError> {
         let chain = certificates_in(&self.certificate)?;
-        let first = chain.first().ok_or_else(|| unusable(&self.certificate, NO_CERTIFICATE))?;
+        let first = chain
+            .first()
+            .ok_or_else(|| unusable(&self.certificate, NO_CERTIFICATE))?;
         Ok(Fingerprint::of(first))
     }
 }
@@ -152,7 +154,9 @@ pub fn make_own(state: &Path, host: &str) -> Result<Certificates, CertificatesEr
     asked.distinguished_name.push(DnType::CommonName, "moored");
     asked.is_ca = IsCa::ExplicitNoCa;
     let key = KeyPair::generate().map_err(|problem| failed(problem.to_string()))?;
-    let made = asked.self_signed(&key).map_err(|problem| failed(problem.to_string()))?;
+    let made = asked
+        .self_signed(&key)
+        .map_err(|problem| failed(problem.to_string()))?;
     let written = write_private(&own.key, key.serialize_pem().as_bytes())
         .and_then(|()| write_private(&own.certificate, made.pem().as_bytes()));
     written.map_err(|problem| failed(problem.to_string()))?;
@@ -182,7 +186,11 @@ impl FromStr for Fingerprint {
 
     /// As it is shown, or as `openssl x509 -fingerprint -sha256` prints it: pairs of digits with colons.
     fn from_str(text: &str) -> Result<Fingerprint, String> {
-        let wrong = || format!("{text:?} is no SHA-256 fingerprint: write sha256: and 64 digits (0-9, a-f), as the service prints it");
+        let wrong = || {
+            format!(
+                "{text:?} is no SHA-256 fingerprint: write sha256: and 64 digits (0-9, a-f), as the service prints it"
+            )
+        };
         let lower = text.trim().to_ascii_lowercase();
         let digits: String = lower.strip_prefix("sha256:").unwrap_or(&lower).replace(':', "");
         if digits.len() != 64 || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
@@ -207,7 +215,10 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let made = make_own(folder.path(), "box").unwrap();
         let fingerprint = made.fingerprint().unwrap();
-        assert_eq!(make_own(folder.path(), "box").unwrap().fingerprint().unwrap(), fingerprint);
+        assert_eq!(
+            make_own(folder.path(), "box").unwrap().fingerprint().unwrap(),
+            fingerprint
+        );
         made.read().unwrap();
         let mode = std::fs::metadata(&made.key).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
@@ -244,7 +255,11 @@ mod tests {
         let shown = of.to_string();
         assert_eq!(shown.parse(), Ok(of));
         let digits = shown.trim_start_matches("sha256:").to_uppercase();
-        let pairs: Vec<String> = digits.as_bytes().chunks(2).map(|two| String::from_utf8_lossy(two).into()).collect();
+        let pairs: Vec<String> = digits
+            .as_bytes()
+            .chunks(2)
+            .map(|two| String::from_utf8_lossy(two).into())
+            .collect();
         assert_eq!(pairs.join(":").parse(), Ok(of));
         for wrong in ["", "sha256:", "ab", &digits[1..], &format!("{digits}0"), "é"] {
             assert!(wrong.parse::<Fingerprint>().is_err(), "{wrong}");

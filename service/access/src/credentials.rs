@@ -72,7 +72,12 @@ impl Credentials {
     ///
     /// # Errors
     /// When the file cannot be written.
-    pub fn keep(mut self, file: &Path, endpoint: &str, credential: Option<Credential>) -> std::io::Result<bool> {
+    pub fn keep(
+        mut self,
+        file: &Path,
+        endpoint: &str,
+        credential: Option<Credential>,
+    ) -> std::io::Result<bool> {
         let was = match credential {
             Some(credential) => self.endpoints.insert(endpoint.to_owned(), credential).is_some(),
             None => self.endpoints.remove(endpoint).is_some(),
@@ -103,7 +108,12 @@ mod tests {
         let read = || Credentials::read(&file).unwrap();
         assert!(!read().keep(&file, "https://box:1", Some(kept.clone())).unwrap());
         assert!(read().of("https://box:1") == Some(&kept));
-        for other in ["http://box:1", "https://box:2", "https://box:1.example:1", "box:1"] {
+        for other in [
+            "http://box:1",
+            "https://box:2",
+            "https://box:1.example:1",
+            "box:1",
+        ] {
             assert!(read().of(other).is_none(), "{other}");
         }
         let mode = std::fs::metadata(&file).unwrap().permissions().mode();

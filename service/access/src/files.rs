@@ -29,7 +29,10 @@ pub(crate) fn check_private(path: &Path) -> io::Result<()> {
         0 => Ok(()),
         _ => Err(io::Error::new(
             io::ErrorKind::PermissionDenied,
-            format!("other users may read or change it: take that right away (chmod 600 {})", path.display()),
+            format!(
+                "other users may read or change it: take that right away (chmod 600 {})",
+                path.display()
+            ),
         )),
     }
 }

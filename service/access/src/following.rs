@@ -55,7 +55,9 @@ fn again<T, E: std::fmt::Display>(
             sender.send_replace(value);
             tracing::info!("{what} changed, and hold from now on");
         }
-        Err(problem) => tracing::error!(%problem, "{what} changed and cannot be used: those from before stay in force"),
+        Err(problem) => {
+            tracing::error!(%problem, "{what} changed and cannot be used: those from before stay in force")
+        }
     }
     now
 }
@@ -75,7 +77,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("number");
         let read = || -> Result<u32, io::Error> {
-            std::fs::read_to_string(&file)?.parse().map_err(|_| io::Error::other("no number"))
+            std::fs::read_to_string(&file)?
+                .parse()
+                .map_err(|_| io::Error::other("no number"))
         };
         std::fs::write(&file, "1").unwrap();
         let files = [file.clone()];

@@ -11,5 +11,6 @@ pub use certificates::{Certificates, CertificatesError, Fingerprint, OWN_CERTIFI
 pub use credentials::{Credential, Credentials};
 pub use following::follow;
 pub use tokens::{
-    Allowance, Holder, MOST_NAME_CHARACTERS, Role, Secret, TOKEN_FILE_NAME, TokenError, TokenRecord, TokenStore, Tokens,
+    Allowance, Holder, MOST_NAME_CHARACTERS, Role, Secret, TOKEN_FILE_NAME, TokenError, TokenRecord,
+    TokenStore, Tokens,
 };

@@ -146,7 +146,9 @@ pub enum TokenError {
     #[error("the tokens in {} cannot be used: {problem}", file.display())]
     File { file: PathBuf, problem: String },
     /// There is a token of this name.
-    #[error("there is a token named {0:?}: choose another name, or withdraw that one (`moored token withdraw`)")]
+    #[error(
+        "there is a token named {0:?}: choose another name, or withdraw that one (`moored token withdraw`)"
+    )]
     Exists(String),
     /// There is no token of this name.
     #[error("there is no token named {0:?}: `moored token list` lists them")]
@@ -202,7 +204,9 @@ impl TokenStore {
         let kept: Kept = serde_json::from_str(&text).map_err(|problem| failed(&problem))?;
         match kept.version {
             VERSION => Ok(Some(kept.tokens)),
-            other => Err(failed(&format!("they are of version {other}, and this program knows {VERSION}: use a newer one"))),
+            other => Err(failed(&format!(
+                "they are of version {other}, and this program knows {VERSION}: use a newer one"
+            ))),
         }
     }
 
@@ -255,7 +259,10 @@ impl TokenStore {
     }
 
     /// Changes the file while no other process does.
-    fn change(&self, change: impl FnOnce(&mut Vec<TokenRecord>) -> Result<(), TokenError>) -> Result<(), TokenError> {
+    fn change(
+        &self,
+        change: impl FnOnce(&mut Vec<TokenRecord>) -> Result<(), TokenError>,
+    ) -> Result<(), TokenError> {
         let failed = |problem: std::io::Error| TokenError::File {
             file: self.file(),
             problem: problem.to_string(),
@@ -276,11 +283,15 @@ impl TokenStore {
 
 fn check_name(name: &str) -> Result<(), TokenError> {
     let problem = match () {
-        () if name.is_empty() => Some("is empty: write a name, such as that of a person or a program".to_owned()),
-        () if name == TOKEN_FILE_NAME => Some("is that of the token of service.token_file: choose another one".to_owned()),
-        () if name.chars().count() > MOST_NAME_CHARACTERS => {
-            Some(format!("has more than {MOST_NAME_CHARACTERS} characters: choose a shorter one"))
+        () if name.is_empty() => {
+            Some("is empty: write a name, such as that of a person or a program".to_owned())
         }
+        () if name == TOKEN_FILE_NAME => {
+            Some("is that of the token of service.token_file: choose another one".to_owned())
+        }
+        () if name.chars().count() > MOST_NAME_CHARACTERS => Some(format!(
+            "has more than {MOST_NAME_CHARACTERS} characters: choose a shorter one"
+        )),
         () => wording::name_problem(name),
     };
     match problem {
@@ -345,7 +356,10 @@ impl Tokens {
         for record in kept.unwrap_or_default() {
             let sha256 = bytes_of(&record.sha256).ok_or_else(|| TokenError::File {
                 file: store.file(),
-                problem: format!("the hash of {:?} is none: withdraw that token and make it again", record.name),
+                problem: format!(
+                    "the hash of {:?} is none: withdraw that token and make it again",
+                    record.name
+                ),
             })?;
             tokens.valid.push(Valid {
                 sha256,
@@ -371,7 +385,9 @@ impl Tokens {
         for (at, valid) in (0..).zip(&self.valid) {
             place.conditional_assign(&at, valid.sha256.ct_eq(&sha256));
         }
-        let found = usize::try_from(place).ok().and_then(|place| self.valid.get(place));
+        let found = usize::try_from(place)
+            .ok()
+            .and_then(|place| self.valid.get(place));
         match found {
             None => Err("the token is wrong, or was withdrawn"),
             Some(valid) if valid.expires.is_some_and(|expires| expires <= seconds(now)) => {
@@ -423,24 +439,38 @@ mod tests {
     fn a_token_is_known_until_it_expires_or_is_withdrawn() {
         let (_folder, store, now) = store();
         assert!(!Tokens::read(&store, None).unwrap().are_needed);
-        let make = |name: &str, lasts| store.make(name, Role::Generate, Allowance::default(), lasts, now).unwrap();
+        let make = |name: &str, lasts| {
+            store
+                .make(name, Role::Generate, Allowance::default(), lasts, now)
+                .unwrap()
+        };
         let (alice, _) = make("alice", None);
         let (bob, _) = make("bob", Some(DAY));
         let tokens = Tokens::read(&store, None).unwrap();
         let name = |tokens: &Tokens, secret: &Secret, now| {
-            tokens.holder_of(secret.reveal(), now).map(|holder| holder.name.clone())
+            tokens
+                .holder_of(secret.reveal(), now)
+                .map(|holder| holder.name.clone())
         };
         assert_eq!(name(&tokens, &alice, now).as_deref(), Ok("alice"));
         assert_eq!(name(&tokens, &bob, now).as_deref(), Ok("bob"));
         assert_eq!(name(&tokens, &alice, now + DAY).as_deref(), Ok("alice"));
         assert!(name(&tokens, &bob, now + DAY).unwrap_err().contains("expired"));
-        for wrong in ["", "moored_", &alice.reveal()[1..], &alice.reveal().to_uppercase()] {
+        for wrong in [
+            "",
+            "moored_",
+            &alice.reveal()[1..],
+            &alice.reveal().to_uppercase(),
+        ] {
             assert!(tokens.holder_of(wrong, now).is_err());
         }
         store.withdraw("alice").unwrap();
         store.withdraw("bob").unwrap();
         let tokens = Tokens::read(&store, None).unwrap();
-        assert!(tokens.are_needed, "nobody is let in once the last one is withdrawn");
+        assert!(
+            tokens.are_needed,
+            "nobody is let in once the last one is withdrawn"
+        );
         assert!(name(&tokens, &alice, now).is_err());
         assert!(matches!(store.withdraw("bob"), Err(TokenError::NotFound(_))));
     }
@@ -450,8 +480,16 @@ mod tests {
         let (_folder, store, now) = store();
         let tokens = Tokens::read(&store, Some("0123456789abcdef")).unwrap();
         let holder = tokens.holder_of("0123456789abcdef", now).unwrap();
-        assert_eq!((holder.role, holder.name.as_str()), (Role::Administer, TOKEN_FILE_NAME));
-        for wrong in ["", TOKEN_FILE_NAME, "a\u{1b}[31m", &"x".repeat(MOST_NAME_CHARACTERS + 1)] {
+        assert_eq!(
+            (holder.role, holder.name.as_str()),
+            (Role::Administer, TOKEN_FILE_NAME)
+        );
+        for wrong in [
+            "",
+            TOKEN_FILE_NAME,
+            "a\u{1b}[31m",
+            &"x".repeat(MOST_NAME_CHARACTERS + 1),
+        ] {
             let made = store.make(wrong, Role::Observe, Allowance::default(), None, now);
             assert!(matches!(made, Err(TokenError::Name { .. })), "{wrong:?}");
         }
@@ -484,9 +522,16 @@ mod tests {
     #[test]
     fn a_file_of_another_version_or_form_is_refused() {
         let (_folder, store, now) = store();
-        store.make("alice", Role::Generate, Allowance::default(), None, now).unwrap();
+        store
+            .make("alice", Role::Generate, Allowance::default(), None, now)
+            .unwrap();
         let good = std::fs::read_to_string(store.file()).unwrap();
-        for (old, new) in [("\"version\": 1", "\"version\": 2"), ("generate", "rule"), ("\"name\"", "\"title\""), ("\"sha256\": \"", "\"sha256\": \"x")] {
+        for (old, new) in [
+            ("\"version\": 1", "\"version\": 2"),
+            ("generate", "rule"),
+            ("\"name\"", "\"title\""),
+            ("\"sha256\": \"", "\"sha256\": \"x"),
+        ] {
             write_private(&store.file(), good.replace(old, new).as_bytes()).unwrap();
             assert!(Tokens::read(&store, None).is_err(), "{new}");
         }

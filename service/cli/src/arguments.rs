@@ -220,7 +220,9 @@ impl Command {
             Command::Info { .. } => Some(&["client", "hub"]),
             Command::Pull { .. } | Command::Rm { .. } => Some(&["hub"]),
             Command::Token(token::Token { action }) => match action {
-                token::Action::Make(_) | token::Action::List(_) | token::Action::Withdraw { .. } => Some(&["service"]),
+                token::Action::Make(_) | token::Action::List(_) | token::Action::Withdraw { .. } => {
+                    Some(&["service"])
+                }
                 token::Action::Use(_) | token::Action::Forget => Some(&["client"]),
             },
             Command::Completions { .. } | Command::Man { .. } => Some(&[]),

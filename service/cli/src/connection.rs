@@ -112,11 +112,14 @@ impl Connection {
             .initial_connection_window_size(32 << 20)
             .tcp_nodelay(true);
         let own = own_certificate(client)?;
-        let own = own.as_ref().map(|(certificate, key)| (&certificate[..], &key[..]));
+        let own = own
+            .as_ref()
+            .map(|(certificate, key)| (&certificate[..], &key[..]));
         let pinned = match fingerprint.filter(|_| address.encrypted) {
-            Some(fingerprint) => {
-                Some(PinnedConnector::new(fingerprint, own).map_err(|problem| unusable_certificate(client, problem))?)
-            }
+            Some(fingerprint) => Some(
+                PinnedConnector::new(fingerprint, own)
+                    .map_err(|problem| unusable_certificate(client, problem))?,
+            ),
             None => None,
         };
         if pinned.is_some() {
@@ -200,7 +203,10 @@ fn header_of(
             let token = bounded::token(file).map_err(|problem| CliError::file(file, problem))?;
             (token, file.as_path())
         }
-        (None, None, Some(kept)) => (kept.token.clone(), client.credentials.as_deref().unwrap_or(Path::new(""))),
+        (None, None, Some(kept)) => (
+            kept.token.clone(),
+            client.credentials.as_deref().unwrap_or(Path::new("")),
+        ),
         (None, None, None) => return Ok(None),
     };
     let header = format!("Bearer {token}").parse().map_err(|_| {
@@ -218,11 +224,15 @@ fn own_certificate(client: &ClientSettings) -> Result<Option<(Vec<u8>, Vec<u8>)>
         gpu::read_bounded(file, bounded::SETTING_BYTES).map_err(|problem| CliError::file(file, problem))
     };
     let own = client.certificate.as_ref();
-    own.map(|(certificate, key)| Ok((read(certificate)?, read(key)?))).transpose()
+    own.map(|(certificate, key)| Ok((read(certificate)?, read(key)?)))
+        .transpose()
 }
 
 fn unusable_certificate(client: &ClientSettings, problem: String) -> CliError {
-    let file = client.certificate.as_ref().map_or(Path::new(""), |(certificate, _)| certificate.as_path());
+    let file = client
+        .certificate
+        .as_ref()
+        .map_or(Path::new(""), |(certificate, _)| certificate.as_path());
     CliError::file(file, problem)
 }
 

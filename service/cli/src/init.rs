@@ -21,7 +21,17 @@ pub(super) fn run(config: &Config, as_json: bool) -> Result<(), CliError> {
     let store = TokenStore::of(state);
     let secret = match store.read()? {
         Some(_) => None,
-        None => Some(store.make(FIRST, Role::Administer, Allowance::default(), None, SystemTime::now())?.0),
+        None => Some(
+            store
+                .make(
+                    FIRST,
+                    Role::Administer,
+                    Allowance::default(),
+                    None,
+                    SystemTime::now(),
+                )?
+                .0,
+        ),
     };
     if as_json {
         return screen::json(&json!({
@@ -33,7 +43,10 @@ pub(super) fn run(config: &Config, as_json: bool) -> Result<(), CliError> {
     screen::text(&format!("certificate  {}", certificates.certificate.display()))?;
     screen::text(&format!("fingerprint  {fingerprint}"))?;
     match &secret {
-        Some(secret) => screen::text(&format!("token        {}  (administers; it is not shown again)", secret.reveal()))?,
+        Some(secret) => screen::text(&format!(
+            "token        {}  (administers; it is not shown again)",
+            secret.reveal()
+        ))?,
         None => screen::text("token        there are some already (`moored token list`)")?,
     }
     screen::text("")?;

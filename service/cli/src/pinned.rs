@@ -49,7 +49,9 @@ impl ServerCertVerifier for Expected {
         let (found, pinned) = (Fingerprint::of(certificate), self.pinned);
         match found == pinned {
             true => Ok(ServerCertVerified::assertion()),
-            false => Err(CertificateError::Other(OtherError(Arc::new(OtherCertificate { found, pinned }))).into()),
+            false => {
+                Err(CertificateError::Other(OtherError(Arc::new(OtherCertificate { found, pinned }))).into())
+            }
         }
     }
 
@@ -74,7 +76,9 @@ impl ServerCertVerifier for Expected {
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
-        self.provider.signature_verification_algorithms.supported_schemes()
+        self.provider
+            .signature_verification_algorithms
+            .supported_schemes()
     }
 }
 
@@ -97,7 +101,9 @@ impl PinnedConnector {
                 let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(certificate).collect();
                 let chain = chain.map_err(|problem| problem.to_string())?;
                 let key = PrivateKeyDer::from_pem_slice(key).map_err(|problem| problem.to_string())?;
-                builder.with_client_auth_cert(chain, key).map_err(|problem| problem.to_string())?
+                builder
+                    .with_client_auth_cert(chain, key)
+                    .map_err(|problem| problem.to_string())?
             }
         };
         config.alpn_protocols = vec![b"h2".to_vec()];

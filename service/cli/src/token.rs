@@ -84,8 +84,12 @@ impl From<TokenError> for CliError {
     fn from(error: TokenError) -> CliError {
         match error {
             TokenError::File { .. } => CliError::Failed(error.to_string()),
-            TokenError::Exists(_) | TokenError::NotFound(_) | TokenError::Name { .. } => CliError::Usage(error.to_string()),
-            TokenError::NotRandom | TokenError::OfFile(_) | TokenError::Watch(_) => CliError::Failed(error.to_string()),
+            TokenError::Exists(_) | TokenError::NotFound(_) | TokenError::Name { .. } => {
+                CliError::Usage(error.to_string())
+            }
+            TokenError::NotRandom | TokenError::OfFile(_) | TokenError::Watch(_) => {
+                CliError::Failed(error.to_string())
+            }
         }
     }
 }
@@ -100,7 +104,9 @@ pub(super) fn run(config: &Config, token: Token, as_json: bool) -> Result<(), Cl
             store().withdraw(&name)?;
             match as_json {
                 true => screen::json(&json!({"withdrawn": name})),
-                false => screen::text(&format!("withdrawn {name}; a running service refuses it within a second or two")),
+                false => screen::text(&format!(
+                    "withdrawn {name}; a running service refuses it within a second or two"
+                )),
             }
         }
         Action::Use(options) => keep(&config.client, Some(&options.file), as_json),
@@ -125,7 +131,13 @@ impl Make {
 fn make(store: &TokenStore, options: Make, as_json: bool) -> Result<(), CliError> {
     let allowance = options.allowance()?;
     let was_asked_for = store.file().exists();
-    let (secret, record) = store.make(&options.name, options.role, allowance, options.expires, SystemTime::now())?;
+    let (secret, record) = store.make(
+        &options.name,
+        options.role,
+        allowance,
+        options.expires,
+        SystemTime::now(),
+    )?;
     if as_json {
         let mut value = shown(&record);
         value["token"] = secret.reveal().into();
@@ -147,7 +159,9 @@ fn list(store: &TokenStore, as_json: bool) -> Result<(), CliError> {
     if tokens.is_empty() {
         return screen::text("no tokens");
     }
-    tokens.iter().try_for_each(|record| screen::text(&sentence(record)))
+    tokens
+        .iter()
+        .try_for_each(|record| screen::text(&sentence(record)))
 }
 
 /// A token in words: name, role, limits, expiry.
@@ -189,12 +203,17 @@ fn shown(record: &TokenRecord) -> Value {
 }
 
 fn date(seconds: u64) -> String {
-    let time = UNIX_EPOCH.checked_add(Duration::from_secs(seconds)).unwrap_or(UNIX_EPOCH);
+    let time = UNIX_EPOCH
+        .checked_add(Duration::from_secs(seconds))
+        .unwrap_or(UNIX_EPOCH);
     humantime::format_rfc3339_seconds(time).to_string()
 }
 
 fn seconds_now() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default()
+        .as_secs()
 }
 
 /// Keeps the token in a file for the endpoint, or forgets the one that is kept.
@@ -206,7 +225,10 @@ fn keep(client: &ClientSettings, from: Option<&Path>, as_json: bool) -> Result<(
     };
     let credential = from.map(token_in).transpose()?.map(|token| Credential {
         token,
-        fingerprint: client.fingerprint.map(|fingerprint| fingerprint.to_string()).unwrap_or_default(),
+        fingerprint: client
+            .fingerprint
+            .map(|fingerprint| fingerprint.to_string())
+            .unwrap_or_default(),
     });
     let is_kept = credential.is_some();
     let kept = Credentials::read(file).and_then(|kept| kept.keep(file, &endpoint, credential));
@@ -224,7 +246,9 @@ fn token_in(file: &Path) -> Result<String, CliError> {
         return bounded::token(file).map_err(|problem| CliError::file(file, problem));
     }
     let mut text = String::new();
-    std::io::stdin().take(bounded::SETTING_BYTES).read_to_string(&mut text)?;
+    std::io::stdin()
+        .take(bounded::SETTING_BYTES)
+        .read_to_string(&mut text)?;
     match text.trim() {
         "" => Err(CliError::Usage("standard input has no token".to_owned())),
         token => Ok(token.to_owned()),

@@ -72,7 +72,10 @@ pub(crate) enum WireError {
         "the certificate of {endpoint} is not the expected one: {other}\n  if the service got a new certificate, ask who runs it for the \
          new fingerprint; else something in between answers in its place"
     )]
-    OtherCertificate { endpoint: String, other: OtherCertificate },
+    OtherCertificate {
+        endpoint: String,
+        other: OtherCertificate,
+    },
     /// The service asks for a certificate.
     #[error(
         "{endpoint} asks clients for a certificate, and did not take what this one has shown\n  MOORED_CERTIFICATE and \
@@ -143,11 +146,6 @@ impl WireError {
             if let Some(found) = rustls_error(error).and_then(|tls| WireError::of_tls(tls, endpoint())) {
                 return Some(found);
             }
-            let io = error.downcast_ref().and_then(h2::Error::get_io);
-            let within = io.and_then(|io| rustls_error(io));
-            if let Some(found) = within.and_then(|tls| WireError::of_tls(tls, endpoint())) {
-                return Some(found);
-            }
             if let Some(found) = error
                 .downcast_ref()
                 .and_then(|h2| WireError::of_h2(h2, endpoint()))
@@ -161,7 +159,9 @@ impl WireError {
 
     fn of_tls(error: &rustls::Error, endpoint: String) -> Option<WireError> {
         Some(match error {
-            rustls::Error::InvalidCertificate(CertificateError::Other(other)) if other.0.is::<OtherCertificate>() => {
+            rustls::Error::InvalidCertificate(CertificateError::Other(other))
+                if other.0.is::<OtherCertificate>() =>
+            {
                 let other = *other.0.downcast_ref()?;
                 WireError::OtherCertificate { endpoint, other }
             }
@@ -195,6 +195,14 @@ impl WireError {
     }
 
     fn of_h2(error: &h2::Error, endpoint: String) -> Option<WireError> {
+        // HTTP/2 keeps the kind of an error of the stream below it. Of TLS, that is an alert of the other side: in TLS 1.3 a server refuses a
+        // client's certificate when the handshake is over for the client.
+        let is_of_tls = error
+            .get_io()
+            .is_some_and(|io| io.kind() == std::io::ErrorKind::InvalidData);
+        if is_of_tls && endpoint.starts_with("https://") {
+            return Some(WireError::CertificateRequired { endpoint });
+        }
         let reason = error.reason()?;
         // The received bytes cannot be HTTP/2 frames.
         let is_unreadable = matches!(reason, Reason::FRAME_SIZE_ERROR | Reason::PROTOCOL_ERROR);

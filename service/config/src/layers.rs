@@ -126,7 +126,11 @@ impl Layers {
 
     /// Ends a layer: what it sets belongs to the endpoint that is in force now. All flags are one layer, in any order.
     fn bind(&mut self) {
-        let endpoint = self.figment.find_value("client.endpoint").ok().and_then(Value::into_string);
+        let endpoint = self
+            .figment
+            .find_value("client.endpoint")
+            .ok()
+            .and_then(Value::into_string);
         for name in std::mem::take(&mut self.set_now) {
             self.bound.0.insert(name, endpoint.clone().unwrap_or_default());
         }

@@ -57,7 +57,10 @@ fn certificates(r: &mut Reader, state: &Path) -> Option<Certificates> {
     let client_authorities = r.optional_path("service.client_authorities");
     let (certificate, key) = match (is_own, named) {
         (true, Some(_)) => {
-            r.mistake("service.own_certificate", "is true, and service.certificate names another one: set one of the two");
+            r.mistake(
+                "service.own_certificate",
+                "is true, and service.certificate names another one: set one of the two",
+            );
             return None;
         }
         (true, None) => (state.join(OWN_CERTIFICATE), state.join(OWN_KEY)),
@@ -87,7 +90,10 @@ fn pair(r: &mut Reader, certificate: &'static str, key: &'static str) -> Option<
             None
         }
         (None, Some(_)) => {
-            r.mistake(key, format!("is a key without its certificate: set {certificate}"));
+            r.mistake(
+                key,
+                format!("is a key without its certificate: set {certificate}"),
+            );
             None
         }
     }
@@ -225,7 +231,11 @@ fn fingerprint(r: &mut Reader) -> Option<Fingerprint> {
 impl ClientSettings {
     /// Leaves out what was set beside another endpoint than the one in force: a token in a file is not sent where a flag points.
     pub(super) fn forget_of_others(&mut self, bound: &Bound) {
-        let is_of_another = |name: &str| bound.endpoint_of(name).is_some_and(|endpoint| !same(endpoint, &self.endpoint));
+        let is_of_another = |name: &str| {
+            bound
+                .endpoint_of(name)
+                .is_some_and(|endpoint| !same(endpoint, &self.endpoint))
+        };
         let (token, fingerprint, certificate) = (
             is_of_another("token_file"),
             is_of_another("fingerprint"),

@@ -284,7 +284,10 @@ fn the_certificate_of_the_service_is_its_own_or_a_named_one_with_its_key() {
         ("service.certificate = '/c'", "service.certificate_key"),
         ("service.certificate_key = '/k'", "service.certificate"),
         ("service.client_authorities = '/a'", "service.own_certificate"),
-        (&format!("{named}service.own_certificate = true"), "set one of the two"),
+        (
+            &format!("{named}service.own_certificate = true"),
+            "set one of the two",
+        ),
         ("client.certificate = '/c'", "client.certificate_key"),
         ("client.fingerprint = 'ab'", "sha256:"),
     ] {
@@ -297,7 +300,9 @@ fn the_certificate_of_the_service_is_its_own_or_a_named_one_with_its_key() {
 fn what_is_set_beside_an_endpoint_is_not_used_for_another() {
     let client = |file: &str, flags: &[(&str, &str)]| {
         let mut layers = Layers::new();
-        layers.add_file(std::path::Path::new("moored.toml"), file).unwrap();
+        layers
+            .add_file(std::path::Path::new("moored.toml"), file)
+            .unwrap();
         let flag = |(name, value): &(&str, &str)| (format!("client.{name}"), Some(value.parse().unwrap()));
         layers.add_flags(flags.iter().map(flag).collect());
         Config::extract(layers).unwrap().client
@@ -307,14 +312,28 @@ fn what_is_set_beside_an_endpoint_is_not_used_for_another() {
         "0".repeat(64)
     );
     let has = |client: &ClientSettings| {
-        (client.token_file.is_some(), client.fingerprint.is_some(), client.certificate.is_some())
+        (
+            client.token_file.is_some(),
+            client.fingerprint.is_some(),
+            client.certificate.is_some(),
+        )
     };
     assert_eq!(has(&client(&file, &[])), (true, true, true));
-    assert_eq!(has(&client(&file, &[("endpoint", "https://BOX:443")])), (true, true, true));
-    for other in ["http://box:443", "https://box:444", "https://box.example", "nothing else"] {
+    assert_eq!(
+        has(&client(&file, &[("endpoint", "https://BOX:443")])),
+        (true, true, true)
+    );
+    for other in [
+        "http://box:443",
+        "https://box:444",
+        "https://box.example",
+        "nothing else",
+    ] {
         let flags = [("endpoint", other)];
         let mut layers = Layers::new();
-        layers.add_file(std::path::Path::new("moored.toml"), &file).unwrap();
+        layers
+            .add_file(std::path::Path::new("moored.toml"), &file)
+            .unwrap();
         layers.add_flags(vec![("client.endpoint".to_owned(), Some(other.into()))]);
         match Config::extract(layers) {
             Ok(config) => assert_eq!(has(&config.client), (false, false, false), "{flags:?}"),
@@ -325,7 +344,11 @@ fn what_is_set_beside_an_endpoint_is_not_used_for_another() {
         [("endpoint", "https://other"), ("token_file", "/other")],
         [("token_file", "/other"), ("endpoint", "https://other")],
     ] {
-        assert_eq!(has(&client(&file, &flags)), (true, false, false), "flags are one layer");
+        assert_eq!(
+            has(&client(&file, &flags)),
+            (true, false, false),
+            "flags are one layer"
+        );
     }
 }
 

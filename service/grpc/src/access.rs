@@ -210,7 +210,10 @@ mod tests {
         ] {
             assert_eq!(calls.contains(&path), may, "{path}");
         }
-        let told = problem_of_role(crate::methods::method_at("moored.v1.Residency/Unload"), &holder(Role::Generate));
+        let told = problem_of_role(
+            crate::methods::method_at("moored.v1.Residency/Unload"),
+            &holder(Role::Generate),
+        );
         let told = told.unwrap();
         for word in ["Unload", "administer", "alice", "generate"] {
             assert!(told.contains(word), "{told}");

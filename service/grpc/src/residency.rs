@@ -99,7 +99,8 @@ impl residency_server::Residency for ResidencyService {
         &self,
         request: Request<v1::ReleaseHoldRequest>,
     ) -> Result<Response<v1::ReleaseHoldResponse>, Status> {
-        let released = self.0.release_hold(&asked(request)?.hold_id).await;
+        let caller = caller_of(&request);
+        let released = self.0.release_hold(&asked(request)?.hold_id, &caller).await;
         Ok(Response::new(v1::ReleaseHoldResponse { released }))
     }
 

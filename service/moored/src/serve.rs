@@ -106,7 +106,9 @@ impl Lacks {
         match self {
             Lacks::Tls => "the service has no certificate: others could read tokens and pictures on the way",
             Lacks::Tokens => "the service has no tokens: everybody there could use it",
-            Lacks::Both => "the service has neither a certificate nor tokens: everybody there could use it, and read what others send",
+            Lacks::Both => {
+                "the service has neither a certificate nor tokens: everybody there could use it, and read what others send"
+            }
         }
     }
 
@@ -171,7 +173,9 @@ fn tls_of(service: &ServiceSettings) -> Result<Option<grpc::Tls>, ServeError> {
     }
     tracing::info!(fingerprint = %certificates.fingerprint()?, certificate = %certificates.certificate.display(), "connections are encrypted");
     let files = certificates.files();
-    Ok(Some(access::follow("the certificates", files, move || certificates.read())?))
+    Ok(Some(access::follow("the certificates", files, move || {
+        certificates.read()
+    })?))
 }
 
 /// Runs the service until a signal or `stop` ends it. `ready` receives the address.
@@ -338,7 +342,9 @@ fn log_access(config: &Config, address: SocketAddr, token: bool) {
                 "other machines may use it with a token, and connections are not encrypted, as service.allow_without_tls says: \
                  put a proxy with TLS or a tunnel in front of it"
             }
-            (false, false) => "everybody who reaches it may use it, and read what others send, as the configuration says",
+            (false, false) => {
+                "everybody who reaches it may use it, and read what others send, as the configuration says"
+            }
         };
         tracing::warn!(token, "{without}");
     }

@@ -112,12 +112,7 @@ pub(crate) struct ConnectionInfo {
 }
 
 impl LimitedConnection {
-    fn new(
-        stream: TcpStream,
-        address: SocketAddr,
-        terms: &Terms,
-        place: Arc<Place>,
-    ) -> LimitedConnection {
+    fn new(stream: TcpStream, address: SocketAddr, terms: &Terms, place: Arc<Place>) -> LimitedConnection {
         // Without it every small answer waits 40 ms for an acknowledgement. An error means that the connection is closed.
         let _ = stream.set_nodelay(true);
         let tcp = TcpConnectInfo {

@@ -59,7 +59,11 @@ macro_rules! of_either {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Line<S> {
-    fn poll_read(self: Pin<&mut Self>, context: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         of_either!(self, context, stream => stream.poll_read(context, buffer))
     }
 }
