@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 import socket
 import ssl
 import stat
@@ -17,11 +18,11 @@ from typing import Any
 import moored
 import pytest
 import trustme
-from PIL import Image
 from moored._generated import residency_pb2
+from PIL import Image
 from waiting import wait_until
 
-from service import INSTANT_MODELS, Service, clean_environment, run
+from service import INSTANT_MODELS, ROOT, Service, clean_environment, run
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 SIM = ("sim:2GiB",)
@@ -403,13 +404,14 @@ def test_jobs_of_a_token_are_bounded(encrypted: Encrypted) -> None:
     secret = make_token(encrypted.state, "one-job", "--jobs", "1")
     with encrypted.client(token=secret) as client, encrypted.client("generate") as other:
         accepted(client)
-        with client.stream_image("one", model="slow", steps=400) as first:
+        with client.stream_image("one", model="slow", steps=200) as first:
             next(iter(first))
             with pytest.raises(moored.TokenLimit, match=r"one-job.*may have 1") as refused:
                 client.generate_image("another", **SMALL)
             assert refused.value.limit == "jobs"
             assert refused.value.retry_after_s
-            other.generate_image("of another token", **SMALL)
+            with other.stream_image("of another token", **SMALL) as accepted_too:
+                next(iter(accepted_too))
         with pytest.raises(moored.Cancelled):
             first.result()
         client.generate_image("when it has ended", **SMALL)
@@ -508,13 +510,15 @@ def test_a_job_is_cancelled_by_its_token_or_an_administrator(
 ) -> None:
     alice, bob = alice_and_bob
     with encrypted.client() as administrator:
-        for owner in (alice, administrator):
-            with alice.stream_image("x", model="slow", steps=400, idempotency_key="key") as stream:
+        for key, owner in (("one", alice), ("two", administrator)):
+            with alice.stream_image("x", model="slow", steps=200, idempotency_key=key) as stream:
                 next(iter(stream))
                 with pytest.raises(moored.JobNotFound):
                     bob.cancel(stream.job_id)
                 # The same key is another job.
-                assert bob.generate_image("y", idempotency_key="key", **SMALL).data
+                with bob.stream_image("y", idempotency_key=key, **SMALL) as another:
+                    next(iter(another))
+                    assert another.job_id != stream.job_id
                 assert owner.cancel(stream.job_id) is True
                 with pytest.raises(moored.Cancelled):
                     stream.result()
@@ -544,12 +548,12 @@ def test_an_administrator_sees_names_and_sizes_and_no_prompt(
     alice, _ = alice_and_bob
     secret = "a prompt that nobody else reads"
     with (
-        alice.stream_image(secret, model="slow", steps=400) as stream,
+        alice.stream_image(secret, model="slow", steps=200) as stream,
         encrypted.client() as administrator,
     ):
         next(iter(stream))
         listed = administrator.jobs(include_ended=True)
-        assert any(job.id == stream.job_id and job.client == "same" for job in listed)
+        assert any(job.id == stream.job_id and job.client_id == "same" for job in listed)
         assert secret not in repr(listed) + repr(administrator.status())
     with pytest.raises(moored.Cancelled):
         stream.result()
@@ -613,3 +617,62 @@ def test_run_starts_a_service_of_its_own_where_tokens_are_asked_for(tmp_path: Pa
     done = run(*asked, "--steps", "1", "-W", "64", "-H", "64", "-o", str(out), env=env)
     assert done.returncode == 0, done.stderr
     assert out.exists()
+
+
+# What a name reaches.
+
+
+def test_no_name_in_a_request_leaves_the_configured_folders(tmp_path: Path) -> None:
+    """Beside the folders lie a model and an adapter that would run. Links in the folders are followed."""
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    model = (INSTANT_MODELS / "small.instant.json").read_text(encoding="utf-8")
+    adapter = next((ROOT / "demo/adapters").glob("*.safetensors"))
+    for folder in (inside, outside):
+        (folder / "adapters").mkdir(parents=True)
+    (outside / "theirs.instant.json").write_text(model, encoding="utf-8")
+    (inside / "own.instant.json").write_text(model, encoding="utf-8")
+    (inside / "linked.instant.json").symlink_to(outside / "theirs.instant.json")
+    shutil.copy(adapter, outside / "adapters/theirs.safetensors")
+    (inside / "adapters/linked.safetensors").symlink_to(outside / "adapters/theirs.safetensors")
+    service = Service(
+        *("--models", str(inside), "--set", f"models.adapters={inside / 'adapters'}"),
+        state=tmp_path / "state",
+        devices=SIM,
+    )
+    ups = (
+        "../outside",
+        "own/../../outside",
+        "./../outside",
+        str(outside),
+        f"/..{outside}",
+        "..%2Foutside",
+    )
+    quick: dict[str, Any] = {"steps": 1, "width": 64, "height": 64}
+    try:
+        with service.client() as client:
+            client.generate_image("x", model="linked", **quick)
+            client.generate_image("x", model="moored/demo", adapters=["linked"], **quick)
+            for up in ups:
+                for name in (f"{up}/theirs", f"{up}/theirs.instant.json"):
+                    for call in (
+                        lambda name=name: client.generate_image("x", model=name, **quick),
+                        lambda name=name: client.load(name),
+                        lambda name=name: client.pin(name),
+                        lambda name=name: client.hold(name),
+                        lambda name=name: client.plan_model(name),
+                    ):
+                        with pytest.raises((moored.ModelNotFound, moored.InvalidRequest)):
+                            call()
+                for name in (
+                    f"{up}/adapters/theirs",
+                    f"{up}/theirs.safetensors",
+                    f"../{up}/theirs",
+                ):
+                    with pytest.raises(moored.InvalidRequest) as refused:
+                        client.generate_image("x", model="moored/demo", adapters=[name], **quick)
+                    (violation,) = refused.value.violations
+                    assert violation.field == "model.adapters[0].id"
+            assert {found.id for found in client.list_models()} >= {"own", "linked"}
+            assert not any("theirs" in found.id for found in client.list_models())
+    finally:
+        assert service.stop() == 0

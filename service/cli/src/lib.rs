@@ -72,7 +72,7 @@ enum CliError {
     /// The connection ended in the middle of a call.
     #[error(
         "the connection to {endpoint} was lost before the job ended; see whether the service still runs (`moored status`, \
-         and its log)"
+         and its log){}", or_certificate(.endpoint)
     )]
     Lost { endpoint: String },
     /// The token would be sent unencrypted.
@@ -115,6 +115,16 @@ enum CliError {
     /// Output could not be written.
     #[error("output failed: {0}")]
     Output(#[from] std::io::Error),
+}
+
+/// What else ends a connection in TLS: in TLS 1.3 a client learns of it only by the end.
+fn or_certificate(endpoint: &str) -> &'static str {
+    match endpoint.starts_with("https://") {
+        true => {
+            ", and whether it asks clients for a certificate (MOORED_CERTIFICATE, MOORED_CERTIFICATE_KEY)"
+        }
+        false => "",
+    }
 }
 
 impl CliError {

@@ -76,12 +76,6 @@ pub(crate) enum WireError {
         endpoint: String,
         other: OtherCertificate,
     },
-    /// The service asks for a certificate.
-    #[error(
-        "{endpoint} asks clients for a certificate, and did not take what this one has shown\n  MOORED_CERTIFICATE and \
-         MOORED_CERTIFICATE_KEY name a certificate of an authority that the service trusts, and its key (PEM)"
-    )]
-    CertificateRequired { endpoint: String },
     /// There is no TLS.
     #[error(
         "{endpoint} answers without TLS\n  write http:// instead of https://, or the address of the proxy that has the certificate"
@@ -165,12 +159,6 @@ impl WireError {
                 let other = *other.0.downcast_ref()?;
                 WireError::OtherCertificate { endpoint, other }
             }
-            rustls::Error::AlertReceived(
-                AlertDescription::CertificateRequired
-                | AlertDescription::BadCertificate
-                | AlertDescription::UnknownCA
-                | AlertDescription::CertificateUnknown,
-            ) => WireError::CertificateRequired { endpoint },
             rustls::Error::InvalidCertificate(problem) => WireError::Certificate {
                 endpoint,
                 problem: match problem {
@@ -195,14 +183,6 @@ impl WireError {
     }
 
     fn of_h2(error: &h2::Error, endpoint: String) -> Option<WireError> {
-        // HTTP/2 keeps the kind of an error of the stream below it. Of TLS, that is an alert of the other side: in TLS 1.3 a server refuses a
-        // client's certificate when the handshake is over for the client.
-        let is_of_tls = error
-            .get_io()
-            .is_some_and(|io| io.kind() == std::io::ErrorKind::InvalidData);
-        if is_of_tls && endpoint.starts_with("https://") {
-            return Some(WireError::CertificateRequired { endpoint });
-        }
         let reason = error.reason()?;
         // The received bytes cannot be HTTP/2 frames.
         let is_unreadable = matches!(reason, Reason::FRAME_SIZE_ERROR | Reason::PROTOCOL_ERROR);
@@ -215,10 +195,9 @@ impl WireError {
     /// The name of the reason in JSON.
     pub(super) fn reason(&self) -> &'static str {
         match self {
-            WireError::Certificate { .. }
-            | WireError::OtherCertificate { .. }
-            | WireError::CertificateRequired { .. }
-            | WireError::NoTls { .. } => "TLS",
+            WireError::Certificate { .. } | WireError::OtherCertificate { .. } | WireError::NoTls { .. } => {
+                "TLS"
+            }
             WireError::NotHttp2 { .. } => "NOT_HTTP2",
             WireError::Cut { .. } => "CONNECTION_LOST",
             WireError::Foreign { .. } => "PROXY",
@@ -235,7 +214,6 @@ impl WireError {
             },
             WireError::Certificate { .. }
             | WireError::OtherCertificate { .. }
-            | WireError::CertificateRequired { .. }
             | WireError::NoTls { .. }
             | WireError::NotHttp2 { .. }
             | WireError::Cut { .. } => Exit::NoService,
