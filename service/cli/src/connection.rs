@@ -218,8 +218,11 @@ fn header_of(
     header.map(Some)
 }
 
-/// The certificate of this client and its key, in PEM.
-fn own_certificate(client: &ClientSettings) -> Result<Option<(Vec<u8>, Vec<u8>)>, CliError> {
+/// A certificate and its key, in PEM.
+type OwnCertificate = (Vec<u8>, Vec<u8>);
+
+/// The certificate of this client and its key.
+fn own_certificate(client: &ClientSettings) -> Result<Option<OwnCertificate>, CliError> {
     let read = |file: &Path| {
         gpu::read_bounded(file, bounded::SETTING_BYTES).map_err(|problem| CliError::file(file, problem))
     };

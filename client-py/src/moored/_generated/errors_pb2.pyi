@@ -100,8 +100,9 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     ROLE_REQUIRED: _Reason.ValueType  # 29
     """The token has a role that may not do this. PERMISSION_DENIED."""
     TOKEN_LIMIT: _Reason.ValueType  # 30
-    """The token may do no more of this: jobs at a time, or pixels, seconds or bytes a minute. `limit` in the metadata names which of
-    `jobs`, `pixels_per_minute`, `seconds_per_minute` and `bytes_per_minute`. RESOURCE_EXHAUSTED, with RetryInfo where a time is known.
+    """The token may do no more of this: jobs at a time, pixels, seconds or bytes a minute, or other models than its own. `limit` in the
+    metadata names which of `jobs`, `pixels_per_minute`, `seconds_per_minute`, `bytes_per_minute` and `models`. RESOURCE_EXHAUSTED,
+    with RetryInfo where a time is known.
     """
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
@@ -180,8 +181,9 @@ DISK_NOT_READY: Reason.ValueType  # 28
 ROLE_REQUIRED: Reason.ValueType  # 29
 """The token has a role that may not do this. PERMISSION_DENIED."""
 TOKEN_LIMIT: Reason.ValueType  # 30
-"""The token may do no more of this: jobs at a time, or pixels, seconds or bytes a minute. `limit` in the metadata names which of
-`jobs`, `pixels_per_minute`, `seconds_per_minute` and `bytes_per_minute`. RESOURCE_EXHAUSTED, with RetryInfo where a time is known.
+"""The token may do no more of this: jobs at a time, pixels, seconds or bytes a minute, or other models than its own. `limit` in the
+metadata names which of `jobs`, `pixels_per_minute`, `seconds_per_minute`, `bytes_per_minute` and `models`. RESOURCE_EXHAUSTED,
+with RetryInfo where a time is known.
 """
 global___Reason = Reason
 
