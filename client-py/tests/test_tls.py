@@ -257,6 +257,16 @@ def test_kept_tokens_that_others_may_read_are_refused(kept: Path) -> None:
         moored.Client("localhost:1")
 
 
+def test_a_home_of_another_account_keeps_nothing(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "not yours", path)
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    moored.Client("localhost:1")
+
+
 def test_a_token_of_a_pack_stays_with_the_first_service_it_was_used_for(kept: Path) -> None:
     assert moored.bound_token("box:1", "secret") == "secret"
     assert moored.bound_token("box:1", "secret") == "secret"

@@ -53,7 +53,7 @@ def credentials_file() -> Path | None:
 def kept_for(endpoint: str) -> Credential:
     """What is kept for a service, by its address as `Client.endpoint` has it."""
     file = credentials_file()
-    if file is None or not file.exists():
+    if file is None or not _is_there(file):
         return Credential()
     kept = _read(file).get("endpoints")
     found = kept.get(_key(endpoint)) if isinstance(kept, dict) else None
@@ -77,7 +77,7 @@ def bound_token(endpoint: str, token: str) -> str:
         )
     record = file.with_name("tokens-used.json")
     digest, key = hashlib.sha256(token.encode()).hexdigest(), _key(endpoint)
-    used = _read(record) if record.exists() else {}
+    used = _read(record) if _is_there(record) else {}
     endpoints = used.get("endpoints", {}) if isinstance(used.get("endpoints", {}), dict) else {}
     belongs_to = endpoints.get(digest)
     if belongs_to is None:
@@ -89,6 +89,14 @@ def bound_token(endpoint: str, token: str) -> str:
             "machine"
         )
     return token
+
+
+def _is_there(file: Path) -> bool:
+    # A home may be that of another account, and not be looked into.
+    try:
+        return file.exists()
+    except OSError:
+        return False
 
 
 def _key(endpoint: str) -> str:

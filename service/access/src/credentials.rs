@@ -2,7 +2,7 @@
 //! to no other one.
 
 use std::collections::BTreeMap;
-use std::io::{Error, ErrorKind};
+use std::io::Error;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -34,20 +34,19 @@ pub struct Credentials {
 }
 
 impl Credentials {
-    /// The credentials in a file; none where there is no file.
+    /// The credentials in a file; none where there is no file to be seen.
     ///
     /// # Errors
     /// When the file cannot be used, or others may read it.
     pub fn read(file: &Path) -> std::io::Result<Credentials> {
-        match check_private(file) {
-            Err(problem) if problem.kind() == ErrorKind::NotFound => {
-                return Ok(Credentials {
-                    version: VERSION,
-                    endpoints: BTreeMap::new(),
-                });
-            }
-            checked => checked?,
+        // Nothing is kept where there is no file, and where this account cannot look: the home may be another one's.
+        if std::fs::metadata(file).is_err() {
+            return Ok(Credentials {
+                version: VERSION,
+                endpoints: BTreeMap::new(),
+            });
         }
+        check_private(file)?;
         let text = gpu::text_bounded(file, MOST_BYTES)?;
         let read: Credentials = serde_json::from_str(&text).map_err(Error::from)?;
         match read.version {
@@ -120,6 +119,8 @@ mod tests {
         assert_eq!(mode & 0o777, 0o600);
         assert!(read().keep(&file, "https://box:1", None).unwrap());
         assert!(read().of("https://box:1").is_none());
+        let below_a_file = Credentials::read(&file.join("credentials.json")).unwrap();
+        assert_eq!(below_a_file.endpoints().count(), 0, "what cannot be looked at holds nothing");
         std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o644)).unwrap();
         assert!(Credentials::read(&file).is_err());
     }

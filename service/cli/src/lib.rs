@@ -78,7 +78,7 @@ enum CliError {
     /// The token would be sent unencrypted.
     #[error(
         "the token was not sent: the connection to {endpoint} is not encrypted, and it is another machine\n  use an https:// \
-         address (a proxy with TLS in front of the service), or a tunnel: ssh -L 50051:127.0.0.1:50051 HOST; \
+         address (`moored serve --init` where the service runs), or a tunnel: ssh -L 50051:127.0.0.1:50051 HOST; \
          --insecure-token or MOORED_INSECURE_TOKEN=1 sends it all the same"
     )]
     InsecureToken { endpoint: String },

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
-use access::{Holder, Tokens};
+use access::{Holder, Role, Tokens};
 use calls::{Client, LogInterval};
 use futures::future::Either;
 use tokio::sync::watch;
@@ -76,18 +76,26 @@ impl Gate {
     }
 }
 
-/// Why a holder may not call a method, in words.
-fn problem_of_role(method: &Method, holder: &Holder) -> Option<String> {
-    let Needs::Role(needed) = method.needs else {
-        return None;
-    };
-    let call = method.path.rsplit('/').next().unwrap_or_default();
-    (holder.role < needed).then(|| {
-        format!(
-            "{call} needs a token with the role {needed}, and that of {:?} has the role {}: ask who runs the service for another one",
-            holder.name, holder.role
-        )
-    })
+/// Refuses a call, or what a field of it asks for, to a holder with a smaller role.
+pub(crate) fn check_role(what: &str, needed: Role, holder: &Holder) -> Result<(), Refusal> {
+    if holder.role >= needed {
+        return Ok(());
+    }
+    Err(Refusal::RoleRequired(format!(
+        "{what} needs a token with the role {needed}, and that of {:?} has the role {}: ask who runs the service for another one",
+        holder.name, holder.role
+    )))
+}
+
+/// Refuses a call to a holder with a smaller role than its method needs.
+fn check_method(method: &Method, holder: &Holder) -> Result<(), Refusal> {
+    match method.needs {
+        Needs::Nothing => Ok(()),
+        Needs::Role(needed) => {
+            let call = method.path.rsplit('/').next().unwrap_or_default();
+            check_role(call, needed, holder)
+        }
+    }
 }
 
 /// A service whose callers have shown the token, or call a method that needs none.
@@ -121,7 +129,7 @@ where
         let checked = self.gate.check(request.headers());
         let refused = match &checked {
             Err(why) if method.needs != Needs::Nothing => Some(Refusal::Unauthenticated((*why).to_owned())),
-            Ok(Some(holder)) => problem_of_role(method, holder).map(Refusal::RoleRequired),
+            Ok(Some(holder)) => check_method(method, holder).err(),
             _ => None,
         };
         if let Some(refusal) = refused {
@@ -151,7 +159,7 @@ fn bearer(header: &str) -> Option<&str> {
 
 #[cfg(test)]
 mod tests {
-    use access::{Allowance, Role, TokenStore};
+    use access::{Allowance, TokenStore};
 
     use super::*;
     use crate::methods::methods;
@@ -194,7 +202,7 @@ mod tests {
             allowance: Allowance::default(),
         };
         let may_call = |role| {
-            let calls = methods().filter(|method| problem_of_role(method, &holder(role)).is_none());
+            let calls = methods().filter(|method| check_method(method, &holder(role)).is_ok());
             calls.map(|method| method.path).collect::<Vec<_>>()
         };
         let (observes, generates) = (may_call(Role::Observe), may_call(Role::Generate));
@@ -210,11 +218,13 @@ mod tests {
         ] {
             assert_eq!(calls.contains(&path), may, "{path}");
         }
-        let told = problem_of_role(
+        let told = check_method(
             crate::methods::method_at("moored.v1.Residency/Unload"),
             &holder(Role::Generate),
         );
-        let told = told.unwrap();
+        let Err(Refusal::RoleRequired(told)) = told else {
+            panic!("{told:?}");
+        };
         for word in ["Unload", "administer", "alice", "generate"] {
             assert!(told.contains(word), "{told}");
         }
