@@ -120,7 +120,11 @@ mod tests {
         assert!(read().keep(&file, "https://box:1", None).unwrap());
         assert!(read().of("https://box:1").is_none());
         let below_a_file = Credentials::read(&file.join("credentials.json")).unwrap();
-        assert_eq!(below_a_file.endpoints().count(), 0, "what cannot be looked at holds nothing");
+        assert_eq!(
+            below_a_file.endpoints().count(),
+            0,
+            "what cannot be looked at holds nothing"
+        );
         std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o644)).unwrap();
         assert!(Credentials::read(&file).is_err());
     }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use access::Credential;
+use access::{Credential, Fingerprint};
 use api::v1;
 use api::v1::generation_client::GenerationClient;
 use api::v1::hub_client::HubClient;
@@ -89,13 +89,6 @@ impl Connection {
         let address = Address::of(&client.endpoint).map_err(CliError::Usage)?;
         let kept = kept_for(client, &address)?;
         let header = header_of(client, kept.as_ref())?;
-        let fingerprint = match (client.fingerprint, &kept) {
-            (Some(fingerprint), _) => Some(fingerprint),
-            (None, Some(kept)) if !kept.fingerprint.is_empty() => {
-                Some(kept.fingerprint.parse().map_err(CliError::Usage)?)
-            }
-            (None, _) => None,
-        };
         if header.is_some() && !address.encrypted && !address.is_here && !client.insecure_token {
             return Err(CliError::InsecureToken {
                 endpoint: address.url,
@@ -105,39 +98,32 @@ impl Connection {
             endpoint: address.url.clone(),
             problem,
         };
-        let mut endpoint = Endpoint::from_shared(address.url.clone())
-            .map_err(|problem| unreachable(problem.to_string()))?
-            .connect_timeout(CONNECT_TIMEOUT)
-            .initial_stream_window_size(8 << 20)
-            .initial_connection_window_size(32 << 20)
-            .tcp_nodelay(true);
         let own = own_certificate(client)?;
         let own = own
             .as_ref()
             .map(|(certificate, key)| (&certificate[..], &key[..]));
-        let pinned = match fingerprint.filter(|_| address.encrypted) {
-            Some(fingerprint) => Some(
-                PinnedConnector::new(fingerprint, own)
-                    .map_err(|problem| unusable_certificate(client, problem))?,
-            ),
-            None => None,
-        };
-        if pinned.is_some() {
-            // tonic would ask for a TLS of its own at https://, and dials the same machine and port at http://.
-            endpoint = Endpoint::from_shared(address.key().replacen("https://", "http://", 1))
-                .map_err(|problem| unreachable(problem.to_string()))?
-                .connect_timeout(CONNECT_TIMEOUT)
-                .initial_stream_window_size(8 << 20)
-                .initial_connection_window_size(32 << 20);
-        } else if address.encrypted {
-            endpoint = endpoint
-                .tls_config(tls(client.ca_file.as_deref(), own)?)
-                .map_err(|problem| unreachable(root_cause(&problem)))?;
-        }
+        let fingerprint = fingerprint_of(client, kept.as_ref())?.filter(|_| address.encrypted);
+        let connector = fingerprint
+            .map(|fingerprint| PinnedConnector::new(fingerprint, own))
+            .transpose();
+        let connector = connector.map_err(|problem| unusable_certificate(client, problem))?;
         let connected = async {
-            let channel = match pinned {
-                Some(connector) => endpoint.connect_with_connector(connector).await,
-                None => endpoint.connect().await,
+            let channel = match connector {
+                // tonic would ask for a TLS of its own at https://, and dials the same machine and port at http://.
+                Some(connector) => {
+                    let url = address.key().replacen("https://", "http://", 1);
+                    let endpoint = endpoint_at(url).map_err(|problem| unreachable(root_cause(&problem)))?;
+                    endpoint.connect_with_connector(connector).await
+                }
+                None => {
+                    let mut endpoint = endpoint_at(address.url.clone());
+                    if address.encrypted {
+                        let tls = tls(client.ca_file.as_deref(), own)?;
+                        endpoint = endpoint.and_then(|endpoint| endpoint.tls_config(tls));
+                    }
+                    let endpoint = endpoint.map_err(|problem| unreachable(root_cause(&problem)))?;
+                    endpoint.connect().await
+                }
             };
             channel.map_err(|problem| {
                 let known = WireError::of(&problem, &address.url);
@@ -180,6 +166,28 @@ impl Connection {
 
     pub(super) fn server(&self) -> ServerClient<Wire> {
         ServerClient::new(self.wire.clone())
+    }
+}
+
+/// What connections have in common.
+fn endpoint_at(url: String) -> Result<Endpoint, tonic::transport::Error> {
+    let endpoint = Endpoint::from_shared(url)?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .initial_stream_window_size(8 << 20)
+        .initial_connection_window_size(32 << 20)
+        .tcp_nodelay(true);
+    Ok(endpoint)
+}
+
+/// The fingerprint of the service's certificate: as set, else as it is kept for the address.
+fn fingerprint_of(
+    client: &ClientSettings,
+    kept: Option<&Credential>,
+) -> Result<Option<Fingerprint>, CliError> {
+    let kept = kept.map(|kept| kept.fingerprint.as_str()).unwrap_or_default();
+    match client.fingerprint {
+        None if !kept.is_empty() => Ok(Some(kept.parse().map_err(CliError::Usage)?)),
+        set => Ok(set),
     }
 }
 

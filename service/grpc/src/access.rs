@@ -133,10 +133,7 @@ where
             _ => None,
         };
         if let Some(refusal) = refused {
-            let (Refusal::Unauthenticated(why) | Refusal::RoleRequired(why)) = &refusal else {
-                return Either::Left(ready(Ok((self.answer)(refusal))));
-            };
-            self.gate.log_refusal(client_of(&request), why);
+            self.gate.log_refusal(client_of(&request), &refusal.to_string());
             return Either::Left(ready(Ok((self.answer)(refusal))));
         }
         let (is_known, holder) = (checked.is_ok(), checked.ok().flatten());

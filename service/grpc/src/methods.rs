@@ -266,6 +266,11 @@ mod tests {
                 assert!(matches!(row.needs, Needs::Role(_)), "{path} has no role");
             }
         }
+        assert_eq!(
+            method_at("moored.v1.Residency/New").needs,
+            ADMINISTER,
+            "one without a row"
+        );
         let others = ["grpc.health.v1.", "grpc.reflection."];
         let is_other = |path: &&str| others.iter().any(|package| path.starts_with(package));
         assert!(rows.iter().all(is_other), "{rows:?}");

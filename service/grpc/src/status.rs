@@ -125,10 +125,7 @@ impl From<Refusal> for Status {
                 let details = vec![error_info(Reason::ClientLimit), retry(RETRY_FULL_QUEUE)];
                 with_details(Code::ResourceExhausted, &problem, details)
             }
-            Refusal::TooLongMessage { bytes, most } => status_of(&invalid(
-                "message",
-                format!("has {bytes} bytes; {most} are the most"),
-            )),
+            long @ Refusal::TooLongMessage { .. } => status_of(&invalid("message", long.to_string())),
         }
     }
 }
