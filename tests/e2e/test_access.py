@@ -111,6 +111,10 @@ def test_init_makes_a_certificate_and_a_token_once(encrypted: Encrypted) -> None
     again = told("serve", "--init", "--state", str(encrypted.state))
     assert again["fingerprint"] == encrypted.fingerprint
     assert again["token"] is None
+    in_words = run("serve", "--init", "--state", str(encrypted.state))
+    assert in_words.returncode == 0
+    for word in (encrypted.fingerprint, "moored token use", "service.own_certificate=true"):
+        assert word in in_words.stdout
     for name in ("certificate-key.pem", "tokens.json"):
         assert stat.S_IMODE((encrypted.state / name).stat().st_mode) == 0o600, name
     assert any(encrypted.fingerprint in line for line in encrypted.service.log)

@@ -112,7 +112,8 @@ class Client:
         insecure_token: send the token over an unencrypted line to another machine; default:
             MOORED_INSECURE_TOKEN, else no.
         fingerprint: SHA-256 of the service's certificate, by which alone `https://` is trusted;
-            default: MOORED_FINGERPRINT, else what `moored token use` keeps.
+            default: MOORED_FINGERPRINT, else what `moored token use` keeps. The first call waits
+            until the certificate has been looked at, for 10 s at most.
         certificate, certificate_key: PEM files of this client's own, for a service that asks for a
             certificate; default: MOORED_CERTIFICATE, MOORED_CERTIFICATE_KEY.
         """

@@ -89,6 +89,25 @@ async fn a_job_runs_all_stages_and_equal_prompts_are_encoded_once() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn without_a_text_cache_nothing_tells_that_a_prompt_was_used_before() {
+    let (queue, mut worker) = one_card_with(Settings {
+        text_cache: Bytes::ZERO,
+        ..Settings::default()
+    })
+    .await;
+    for account in ["alice", "bob"] {
+        let mut spec = picture("a", "me", "a cat");
+        spec.options.account = account.to_owned();
+        let mut job = queue.submit(spec).await.unwrap();
+        for expected in ["encode_text", "denoise", "decode"] {
+            assert_eq!(worker.work(10).await.1, expected);
+        }
+        let seen = names(&events(&mut job).await);
+        assert!(seen.contains(&"encode_text 1/3 false".to_owned()), "{seen:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn values_of_an_item_are_not_reused_for_another() {
     let (queue, mut worker) = one_card().await;
     let mut spec = picture("a", "me", EACH_ITEM);
