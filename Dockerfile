@@ -25,7 +25,8 @@ COPY demo/adapters /usr/share/moored/demo/adapters
 COPY LICENSE /usr/share/doc/moored/LICENSE
 WORKDIR /usr/share/moored
 
-# From outside of the container a service is beyond loopback: it does not start without a token.
+# From outside of the container a service is beyond loopback: it does not start without a token and a certificate, unless
+# MOORED_SERVICE_ALLOW_WITHOUT_TLS=true says that TLS is another's, as docker-compose.yml does.
 # MOORED_TOKEN_FILE is the same token for `moored status` and the other commands inside of it.
 ENV MOORED_SERVICE_LISTEN=0.0.0.0:50051 \
     MOORED_SERVICE_TOKEN_FILE=/run/secrets/moored_token \

@@ -165,6 +165,7 @@ def clean_environment() -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     clean["HF_HUB_CACHE"] = str(ROOT / "target/no-hub-cache")
     clean["HF_HUB_OFFLINE"] = "1"
+    clean["MOORED_CREDENTIALS"] = str(ROOT / "target/no-credentials.json")
     return clean
 
 

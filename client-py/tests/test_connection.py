@@ -135,6 +135,7 @@ def test_the_token_comes_from_the_argument_else_the_file(
     assert service.metadata["user-agent"].startswith("moored-python/")
     (tmp_path / "token").write_text("from-file\n")
     monkeypatch.setenv("MOORED_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("MOORED_ENDPOINT", ask.address)
     ask("status")
     assert service.metadata["authorization"] == "Bearer from-file"
     ask.settings["token"] = "given"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +111,176 @@ def test_a_certificate_of_another_name_is_refused(
     with pytest.raises(moored.ConnectionFailed, match="not trusted"):
         asked("status", timeout=WAIT_S)
     assert not service.requests
+
+
+def fingerprint(authority: trustme.CA, name: str = "localhost") -> tuple[trustme.LeafCert, str]:
+    made = authority.issue_cert(name)
+    der = ssl.PEM_cert_to_DER_cert(made.cert_chain_pems[0].bytes().decode())
+    return made, f"sha256:{hashlib.sha256(der).hexdigest()}"
+
+
+@pytest.fixture
+def pinned(service: Service, authority: trustme.CA) -> Iterator[tuple[str, str]]:
+    """The address of a service whose certificate names another machine, and its fingerprint."""
+    made, digits = fingerprint(authority, "box.example")
+    chain = b"".join(blob.bytes() for blob in made.cert_chain_pems)
+    tls = grpc.ssl_server_credentials([(made.private_key_pem.bytes(), chain)])
+    service.on("GetStatus", residency_pb2.Status(uptime_ms=3))
+    server, address = service.start(tls=tls)
+    yield f"https://127.0.0.1:{address.rpartition(':')[2]}", digits
+    server.stop(None).wait()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_pinned_certificate_is_trusted_without_authority_and_name(
+    service: Service, pinned: tuple[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, digits = pinned
+    pairs = ":".join(re.findall("..", digits.removeprefix("sha256:").upper()))
+    for written in (digits, pairs):
+        ask = Ask(kind, address, {"fingerprint": written, "token": "secret"})
+        assert ask("status").uptime_ms == 3
+    monkeypatch.setenv("MOORED_FINGERPRINT", digits)
+    monkeypatch.setenv("MOORED_ENDPOINT", address)
+    assert Ask(kind, address, {})("status").uptime_ms == 3
+    service.requests.clear()
+    other = Ask(kind, address, {"fingerprint": "0" * 64, "token": "secret"})
+    with pytest.raises(moored.ConnectionFailed, match="not the expected one") as refused:
+        other("status", timeout=WAIT_S)
+    assert refused.value.cause == "certificate"
+    assert not service.requests, "nothing was sent"
+
+
+@pytest.mark.parametrize("wrong", ["", "sha256:", "0" * 63, "0" * 65, "x" * 64])
+def test_a_fingerprint_that_is_none_is_said_at_once(wrong: str) -> None:
+    if not wrong:
+        moored.Client("https://box", fingerprint=wrong)  # none is pinned
+        return
+    with pytest.raises(moored.InvalidRequest, match="no SHA-256 fingerprint"):
+        moored.Client("https://box", fingerprint=wrong)
+
+
+def test_a_pin_is_not_asked_for_without_tls(address: str) -> None:
+    with pytest.raises(moored.InvalidRequest, match="fingerprint is for TLS"):
+        moored.Client(address, fingerprint="0" * 64)
+    with (
+        moored.Client(f"https://{address}", fingerprint="0" * 64) as client,
+        pytest.raises(moored.ConnectionFailed, match="answers without TLS"),
+    ):
+        client.status(timeout=WAIT_S)
+
+
+def test_a_certificate_of_the_client_is_shown(
+    service: Service, authority: trustme.CA, ca_file: str, tmp_path: Path
+) -> None:
+    made, digits = fingerprint(authority)
+    chain = b"".join(blob.bytes() for blob in made.cert_chain_pems)
+    tls = grpc.ssl_server_credentials(
+        [(made.private_key_pem.bytes(), chain)], authority.cert_pem.bytes(), True
+    )
+    service.on("GetStatus", residency_pb2.Status(uptime_ms=3))
+    server, address = service.start(tls=tls)
+    endpoint = f"https://localhost:{address.rpartition(':')[2]}"
+    own = authority.issue_cert("alice")
+    own.cert_chain_pems[0].write_to_path(tmp_path / "alice.pem")
+    own.private_key_pem.write_to_path(tmp_path / "alice-key.pem")
+    shown = {"certificate": tmp_path / "alice.pem", "certificate_key": tmp_path / "alice-key.pem"}
+    for trusted in ({"ca_file": ca_file}, {"fingerprint": digits}):
+        with moored.Client(endpoint, **trusted, **shown) as client:  # type: ignore[arg-type]
+            assert client.status().uptime_ms == 3
+        service.requests.clear()
+        with (
+            moored.Client(endpoint, **trusted) as client,  # type: ignore[arg-type]
+            pytest.raises(moored.ConnectionFailed),
+        ):
+            client.status(timeout=WAIT_S)
+        assert not service.requests
+    server.stop(None).wait()
+    with pytest.raises(moored.InvalidRequest, match="go together"):
+        moored.Client("https://box", certificate=tmp_path / "alice.pem")
+
+
+# Whose a token is.
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of credentials of this user."""
+    file = tmp_path / "own" / "credentials.json"
+    monkeypatch.setenv("MOORED_CREDENTIALS", str(file))
+    return file
+
+
+def write(file: Path, endpoints: dict[str, Any]) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"version": 1, "endpoints": endpoints}))
+    file.chmod(0o600)
+
+
+def test_the_token_of_the_environment_goes_to_the_endpoint_of_the_environment_alone(
+    service: Service, address: str, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.on("GetStatus", residency_pb2.Status())
+    (tmp_path / "token").write_text("secret")
+    monkeypatch.setenv("MOORED_TOKEN_FILE", str(tmp_path / "token"))
+    for own, sent in ((address, "Bearer secret"), ("box:7", None), ("", None)):
+        monkeypatch.setenv("MOORED_ENDPOINT", own)
+        with moored.Client(address) as client:
+            client.status()
+        assert service.metadata.get("authorization") == sent, own
+
+
+def test_a_kept_token_goes_to_its_own_address_alone(
+    service: Service, address: str, kept: Path
+) -> None:
+    service.on("GetStatus", residency_pb2.Status())
+    host, _, port = address.rpartition(":")
+    for key, sent in (
+        (f"http://{address}", "Bearer secret"),
+        (f"https://{address}", None),
+        (f"http://{host}:{int(port) + 1}", None),
+        (address, None),
+    ):
+        write(kept, {key: {"token": "secret"}})
+        with moored.Client(address) as client:
+            client.status()
+        assert service.metadata.get("authorization") == sent, key
+    with moored.Client(address, token="") as client:
+        client.status()
+    assert "authorization" not in service.metadata
+
+
+def test_kept_tokens_that_others_may_read_are_refused(kept: Path) -> None:
+    write(kept, {"http://box:1": {"token": "secret"}})
+    kept.chmod(0o644)
+    with pytest.raises(moored.Unauthenticated, match="chmod 600"):
+        moored.Client("localhost:1")
+
+
+def test_a_home_of_another_account_keeps_nothing(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "not yours", path)
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    moored.Client("localhost:1")
+
+
+def test_a_token_of_a_pack_stays_with_the_first_service_it_was_used_for(kept: Path) -> None:
+    assert moored.bound_token("box:1", "secret") == "secret"
+    assert moored.bound_token("box:1", "secret") == "secret"
+    assert moored.bound_token("other:1", "another") == "another"
+    assert moored.bound_token("other:1", "") == ""
+    for other in ("other:1", "https://box:1", "box:2"):
+        with pytest.raises(moored.Unauthenticated, match="belongs to http://box:1") as refused:
+            moored.bound_token(other, "secret")
+        assert "secret" not in str(refused.value)
+    record = kept.with_name("tokens-used.json")
+    assert "secret" not in record.read_text()
+    assert record.stat().st_mode & 0o777 == 0o600
+    write(kept, {"https://box:1": {"token": "secret"}})
+    assert moored.bound_token("https://box:1", "secret") == "secret"
 
 
 def test_https_to_a_service_without_tls_says_so(service: Service, address: str) -> None:

@@ -43,7 +43,7 @@ class Server:
 class Target:
     """A service, and the settings of the connection to it.
 
-    `token` is None where nobody named one, and empty where none may be sent.
+    `token` is None where nobody named one: then it is what the client keeps for that address.
     """
 
     endpoint: str
@@ -57,21 +57,22 @@ class Target:
 def target(server: Server | None = None) -> Target:
     """The service that a node means: its own input, else ComfyUI's settings, else the environment.
 
-    A token goes to the service that is named beside it: that of the settings to theirs, that of the
-    environment to its own. Another one, which a workflow names, gets none: workflows come from
-    strangers, and everybody who opens ComfyUI's page may write its settings.
+    A token goes to its own service: that of the environment to the one that the environment names, one
+    that `moored token use` keeps to its address, and that of the settings to the one that it was first
+    used for. Workflows come from strangers, and everybody who opens ComfyUI's page may write its
+    settings: neither leads a token elsewhere.
     """
     settings = _settings()
     usual = _address(str(settings.get(ENDPOINT_SETTING) or "").strip())
     named = _address(server.endpoint.strip()) if server and server.endpoint.strip() else usual
     if named != usual:
-        return Target(named, "")
+        return Target(named)
     set_file = str(settings.get(TOKEN_FILE_SETTING) or "").strip()
     # Read here, each time: a client reads its file once, and however long it is.
     if set_file:
-        return Target(named, _token(str(_in_token_folder(set_file))))
+        return Target(named, moored.bound_token(named, _token(str(_in_token_folder(set_file)))))
     if named != _address(""):
-        return Target(named, "")
+        return Target(named)
     token_file = os.environ.get("MOORED_TOKEN_FILE", "")
     return Target(named, _token(token_file) if token_file else None)
 

@@ -52,6 +52,7 @@ OUR_PART_OF_COMPOSE: dict[str, Any] = {
                     "command": {"type": "array", "items": {"type": "string"}},
                     "mem_limit": _SIZE,
                     "ports": _WORDS,
+                    "environment": {"type": "object", "additionalProperties": {"type": "string"}},
                     "secrets": _WORDS,
                     "volumes": _WORDS,
                     "tmpfs": _WORDS,
@@ -198,6 +199,12 @@ def test_the_port_is_published_on_loopback_alone() -> None:
     assert the_service()["ports"] == [f"127.0.0.1:{PORT}:{PORT}"]
 
 
+def test_the_service_is_without_tls_only_where_its_port_is_on_loopback() -> None:
+    """It is said in so many words, beside the port, and the image alone does not say it."""
+    assert the_service()["environment"] == {"MOORED_SERVICE_ALLOW_WITHOUT_TLS": "true"}
+    assert "MOORED_SERVICE_ALLOW_WITHOUT_TLS" not in image_environment()
+
+
 def test_the_secret_is_the_token_of_the_image() -> None:
     (secret,) = the_service()["secrets"]
     assert f"/run/secrets/{secret}" == TOKEN_PATH
@@ -258,7 +265,8 @@ def environment_of_the_image(tmp_path: Path, port: int) -> dict[str, str]:
         LISTEN: f"0.0.0.0:{port}",
     }
     moved = {name: places[value] for name, value in image_environment().items()}
-    return clean_environment() | moved
+    environment: dict[str, str] = the_service()["environment"]
+    return clean_environment() | moved | environment
 
 
 def compose_command() -> list[str]:

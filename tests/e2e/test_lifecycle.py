@@ -305,16 +305,20 @@ def test_a_state_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0"])
-def test_an_address_beyond_loopback_needs_a_token(tmp_path: Path, address: str) -> None:
+def test_an_address_beyond_loopback_needs_a_token_and_a_certificate(
+    tmp_path: Path, address: str
+) -> None:
     result = refused("--listen", address, "--state", str(tmp_path))
     assert "token" in result.stderr
     assert "service.token_file" in result.stderr
+    assert "service.allow_without_tls" in result.stderr
 
 
 def test_an_address_beyond_loopback_with_a_token_is_served(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
     service = Service(
         *("--set", "service.listen=0.0.0.0:0", "--token-file", str(tmp_path / "token")),
+        *("--set", "service.allow_without_tls=true"),
         state=tmp_path / "state",
         devices=("sim:1GiB",),
     )

@@ -15,6 +15,7 @@ from ._async_sessions import AsyncAudioSession, AsyncSegment
 from ._async_streams import AsyncEventStream, AsyncPullStream, AsyncStatusStream
 from ._claims import Hold, ReservedMemory
 from ._client import Client
+from ._credentials import bound_token
 from ._errors import (
     Cancelled,
     CardNotReady,
@@ -43,9 +44,11 @@ from ._errors import (
     OutOfMemory,
     PullFailed,
     QueueFull,
+    RoleRequired,
     ShuttingDown,
     SlowReader,
     Superseded,
+    TokenLimit,
     Unauthenticated,
     UnencryptedToken,
     Violation,
@@ -281,6 +284,7 @@ __all__ = [
     "ResolvedModel",
     "ResultSize",
     "Retrying",
+    "RoleRequired",
     "Samples",
     "Segment",
     "SegmentAccepted",
@@ -308,6 +312,7 @@ __all__ = [
     "Superseded",
     "TensorInfo",
     "TextLeftOut",
+    "TokenLimit",
     "Track",
     "Unauthenticated",
     "UnencryptedToken",
@@ -321,6 +326,7 @@ __all__ = [
     "WorkerDied",
     "__version__",
     "asked_options",
+    "bound_token",
     "describe",
     "option_fields",
     "progress",

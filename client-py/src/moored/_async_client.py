@@ -95,20 +95,38 @@ class AsyncClient:
         client_id: str | None = None,
         ca_file: str | os.PathLike[str] | None = None,
         insecure_token: bool | None = None,
+        fingerprint: str | None = None,
+        certificate: str | os.PathLike[str] | None = None,
+        certificate_key: str | os.PathLike[str] | None = None,
     ) -> None:
         """Connects when first used.
 
         endpoint: `host:port`, `https://host:port` for TLS, or `unix:path`; default:
             MOORED_ENDPOINT, else localhost:50051.
-        token, token_file: what the service asks for; default: the file named by MOORED_TOKEN_FILE.
+        token, token_file: what the service asks for; default: the file named by MOORED_TOKEN_FILE,
+            for the service that the environment names, else what `moored token use` keeps for it.
         client_id: your name in the list of jobs, and for fair shares; default: MOORED_CLIENT, else
             user@host.
         ca_file: PEM file of the authorities to trust, with `https://`; default: MOORED_CA_FILE,
             else those that this machine trusts.
         insecure_token: send the token over an unencrypted line to another machine; default:
             MOORED_INSECURE_TOKEN, else no.
+        fingerprint: SHA-256 of the service's certificate, by which alone `https://` is trusted;
+            default: MOORED_FINGERPRINT, else what `moored token use` keeps. The first call waits
+            until the certificate has been looked at, for 10 s at most.
+        certificate, certificate_key: PEM files of this client's own, for a service that asks for a
+            certificate; default: MOORED_CERTIFICATE, MOORED_CERTIFICATE_KEY.
         """
-        line = Line(endpoint, token, token_file, ca_file, insecure_token)
+        line = Line(
+            endpoint,
+            token,
+            token_file,
+            ca_file,
+            insecure_token,
+            fingerprint,
+            certificate,
+            certificate_key,
+        )
         self.endpoint = line.endpoint
         self.client_id = client_id_of(client_id)
         self._metadata = line.metadata

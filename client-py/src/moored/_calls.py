@@ -35,12 +35,18 @@ class Connection:
         self.endpoint = line.endpoint
         self._line = line
         self._closed = False
-        self._open()
-
-    def _open(self) -> None:
-        self._channel = self._line.open()
-        self._stubs = Stubs(self._channel)
         self._process = Process()
+        self._opening = threading.Lock()
+        self._channel: grpc.Channel | None = None
+        self._stubs: Stubs | None = None
+
+    def _opened(self) -> Stubs:
+        """Opens the channel when it is first used: to look at a certificate may take a while."""
+        with self._opening:
+            if self._stubs is None:
+                self._channel = self._line.open()
+                self._stubs = Stubs(self._channel)
+            return self._stubs
 
     @property
     def stubs(self) -> Stubs:
@@ -48,8 +54,9 @@ class Connection:
         if self._closed:
             raise RuntimeError("The client is closed")
         if not self._process.is_this:
-            self._open()
-        return self._stubs
+            # Another thread of the parent may have held the lock, and is not here to release it.
+            self._process, self._opening, self._stubs = Process(), threading.Lock(), None
+        return self._stubs or self._opened()
 
     def stream(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Call:
         """Begins a call whose answer is a stream."""
@@ -71,7 +78,7 @@ class Connection:
         """Ends all calls and closes the channel. Again is harmless."""
         if not self._closed:
             self._closed = True
-            if self._process.is_this:
+            if self._process.is_this and self._channel is not None:
                 self._channel.close()
 
 

@@ -16,8 +16,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from ._credentials import kept_for
 from ._errors import InvalidRequest, Unauthenticated, UnencryptedToken, refused
 from ._files import TEXT_BYTES, TOKEN_BYTES, read_regular, with_home
+from ._pinned import Pinned, fingerprint_of, pinned
 from ._text import escaped, is_sendable
 from ._version import __version__
 
@@ -153,16 +155,42 @@ class Line:
         token_file: str | os.PathLike[str] | None,
         ca_file: str | os.PathLike[str] | None,
         insecure_token: bool | None,
+        fingerprint: str | None = None,
+        certificate: str | os.PathLike[str] | None = None,
+        certificate_key: str | os.PathLike[str] | None = None,
     ) -> None:
         self.endpoint = endpoint_of(endpoint)
-        self.metadata = metadata_of(token, token_file)
+        # What the environment names is of the service that it names.
+        environment = os.environ if self.endpoint == endpoint_of(None) else {}
+        kept = kept_for(self.endpoint)
+        token_file = token_file or environment.get("MOORED_TOKEN_FILE")
+        self.metadata = metadata_of(token, token_file, kept.token)
         self._target = self.endpoint.removeprefix(HTTPS)
         self._credentials: grpc.ChannelCredentials | None = None
+        self._own: tuple[bytes, bytes] | None = None
+        self._fingerprint = ""
+        self._pinned: Pinned | None = None
         if self.endpoint.startswith(HTTPS):
-            self._credentials = grpc.ssl_channel_credentials(_roots(ca_file))
-        elif ca_file is not None:
+            pin = fingerprint or environment.get("MOORED_FINGERPRINT") or kept.fingerprint
+            if pin and ca_file is None:
+                self._fingerprint = fingerprint_of(pin)
+            self._own = _own_certificate(
+                certificate or environment.get("MOORED_CERTIFICATE"),
+                certificate_key or environment.get("MOORED_CERTIFICATE_KEY"),
+            )
+            if not self._fingerprint:
+                self._credentials = self._trusting(_roots(ca_file))
+        elif given := [
+            name
+            for name, value in (
+                ("ca_file", ca_file),
+                ("fingerprint", fingerprint),
+                ("certificate", certificate),
+            )
+            if value is not None
+        ]:
             raise InvalidRequest(
-                f"ca_file is for TLS, and {self.endpoint} is reached without it: "
+                f"{given[0]} is for TLS, and {self.endpoint} is reached without it: "
                 f"write https://{self.endpoint}"
             )
         elif self.metadata and not is_local(self.endpoint) and not _allowed(insecure_token):
@@ -183,14 +211,41 @@ class Line:
         channel: grpc.aio.Channel = self._opened(grpc.aio)
         return channel
 
+    def _trusting(self, roots: bytes | None) -> grpc.ChannelCredentials:
+        chain, key = self._own or (None, None)
+        return grpc.ssl_channel_credentials(roots, key, chain)
+
     def _opened(self, kind: Any) -> Any:
         options = options_for(self._target)
+        if self._fingerprint:
+            if self._pinned is None:
+                self._pinned = pinned(self._target, self.endpoint, self._fingerprint)
+                self._credentials = self._trusting(self._pinned.pem)
+            options.append(("grpc.ssl_target_name_override", self._pinned.name))
         if self._credentials is None:
             channel = kind.insecure_channel(self._target, options)
         else:
             channel = kind.secure_channel(self._target, self._credentials, options)
         _OPEN.add(channel)
         return channel
+
+
+def _own_certificate(
+    certificate: str | os.PathLike[str] | None, key: str | os.PathLike[str] | None
+) -> tuple[bytes, bytes] | None:
+    """PEM of this client's certificate and of its key, of which neither is of use alone."""
+    if not certificate and not key:
+        return None
+    if not certificate or not key:
+        raise InvalidRequest("certificate and certificate_key go together: name both files")
+    read = []
+    for path in (certificate, key):
+        try:
+            read.append(read_regular(with_home(path), TEXT_BYTES))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise InvalidRequest(f"The file {path} cannot be read: {reason}") from None
+    return read[0], read[1]
 
 
 def _allowed(insecure_token: bool | None) -> bool:
@@ -232,24 +287,27 @@ def _system_roots() -> bytes | None:
     return "".join(map(ssl.DER_cert_to_PEM_cert, sorted(found))).encode()
 
 
-def metadata_of(token: str | None, token_file: str | os.PathLike[str] | None) -> Metadata:
-    """What goes with every call. The token: the argument, else the file, else MOORED_TOKEN_FILE.
+def metadata_of(
+    token: str | None, token_file: str | os.PathLike[str] | None, kept: str = ""
+) -> Metadata:
+    """What goes with every call. The token: the argument, else the file, else what is kept.
 
-    An empty token is none, whatever the environment names.
+    An empty token is none, whatever else is named.
     """
     whose = "The token"
-    if token is None:
-        path = token_file or os.environ.get("MOORED_TOKEN_FILE")
-        if not path:
-            return ()
+    if token is None and token_file:
         try:
-            token = read_regular(with_home(path), TOKEN_BYTES).decode("utf-8").strip()
+            token = read_regular(with_home(token_file), TOKEN_BYTES).decode("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise Unauthenticated(f"The token file {path} cannot be read: {reason}") from error
-        whose = f"The token in {path}"
+            raise Unauthenticated(
+                f"The token file {token_file} cannot be read: {reason}"
+            ) from error
+        whose = f"The token in {token_file}"
         if not token:
-            raise Unauthenticated(f"The token file {path} is empty")
+            raise Unauthenticated(f"The token file {token_file} is empty")
+    if token is None:
+        token = kept
     if not (token.isascii() and token.isprintable()):
         # gRPC would refuse each call, and print the token.
         raise Unauthenticated(f"{whose} is not one line of plain letters, digits and signs")

@@ -23,6 +23,8 @@
     ├── InUse                 jobs use the model: unload with `force` cancels them
     ├── Unauthenticated       the token is missing or wrong
     │   └── UnencryptedToken  it was not sent: others could have read it on the way
+    ├── RoleRequired          the token has a role that may not do this
+    ├── TokenLimit            the token may do no more of this now: `.limit`, `.retry_after_s`
     ├── ShuttingDown          the service is shutting down
     ├── KeyReused             the idempotency key belongs to another request
     ├── PullFailed            a model could not be fetched from its hub
@@ -306,6 +308,19 @@ class UnencryptedToken(Unauthenticated):
     """The token was not sent, because the line to another machine is not encrypted."""
 
 
+class RoleRequired(MooredError):
+    """The token has a role that may not do this."""
+
+
+class TokenLimit(MooredError):
+    """The token may do no more of this now: jobs, or pixels, seconds or bytes a minute."""
+
+    @property
+    def limit(self) -> str:
+        """Which limit, as in errors.proto: `jobs`, `pixels_per_minute`, ..."""
+        return self.metadata.get("limit", "")
+
+
 class ShuttingDown(MooredError):
     """The service is shutting down."""
 
@@ -396,6 +411,8 @@ BY_REASON: dict[str, type[MooredError]] = {
     "CLIENT_LIMIT": ClientLimit,
     "MODEL_CHANGED": ModelChanged,
     "DISK_NOT_READY": DiskNotReady,
+    "ROLE_REQUIRED": RoleRequired,
+    "TOKEN_LIMIT": TokenLimit,
 }
 
 # Where there is no reason of ours, gRPC itself speaks: on either side, or a proxy between.

@@ -84,6 +84,14 @@ impl Asked {
         })
     }
 
+    /// Bytes of the pictures that the request carries itself.
+    pub(crate) fn sent_bytes(&self) -> usize {
+        let inputs = self.mask.iter().chain(&self.references).chain(self.end_image());
+        let inputs = inputs.chain(self.controls.iter().map(|control| &control.image));
+        let inputs = inputs.filter_map(|input| input.data.as_ref());
+        inputs.chain(&self.init_image).map(bytes::Bytes::len).sum()
+    }
+
     /// The medium that is requested.
     pub(crate) fn makes(&self) -> Makes {
         match self.of_medium {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use config::LimitSettings;
 
+use crate::allowance::Allowances;
 use crate::budget::Budget;
 use crate::claims::Claims;
 
@@ -18,6 +19,8 @@ pub struct Bounds {
     pub(crate) media: Arc<Budget>,
     pub(crate) holds: Arc<Claims>,
     pub(crate) reservations: Arc<Claims>,
+    /// What tokens may do in a minute.
+    pub(crate) allowances: Arc<Allowances>,
 }
 
 impl Bounds {
@@ -29,6 +32,7 @@ impl Bounds {
             media: Budget::with_places_kept(settings.media.0, settings.media_per_client.0),
             holds: Arc::new(Claims::new("holds", settings.holds_per_client)),
             reservations: Arc::new(Claims::new("reservations", settings.reservations_per_client)),
+            allowances: Arc::default(),
         }
     }
 }

@@ -1,11 +1,13 @@
 //! The caller of a request: its client, and its deadline.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
+use access::{Holder, Role};
 use config::RESERVED_NAMES;
 use engine::Error;
-use engine::job::{JobOptions, Priority};
+use engine::job::{JobOptions, Priority, Reach};
 use gpu::{CardDescription, CardKind};
 use residency::Bytes;
 use tokio::time::Instant;
@@ -37,17 +39,24 @@ pub struct AskedOptions {
 }
 
 /// The caller of a request.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Caller {
     address: Option<SocketAddr>,
     deadline: Option<Instant>,
+    holder: Option<Arc<Holder>>,
 }
 
 impl Caller {
-    /// A caller at this address (`None`: a transport without addresses), whose request has this timeout.
-    pub fn new(address: Option<SocketAddr>, timeout: Option<Duration>) -> Caller {
+    /// A caller at this address (`None`: a transport without addresses), whose request has this timeout, and whose token has this holder
+    /// (`None`: no tokens are asked for).
+    pub fn new(
+        address: Option<SocketAddr>,
+        timeout: Option<Duration>,
+        holder: Option<Arc<Holder>>,
+    ) -> Caller {
         Caller {
             address,
+            holder,
             deadline: timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
         }
     }
@@ -65,9 +74,33 @@ impl Caller {
         self.address.and_then(client_at)
     }
 
-    /// The account by which the queue bounds a client's stored latents: its address, not the name that it gives itself. Empty
-    /// without an address.
+    /// The holder of its token.
+    pub(crate) fn holder(&self) -> Option<&Holder> {
+        self.holder.as_deref()
+    }
+
+    /// Whose latents, media and holds it may use: those of its token; everybody's where there are no tokens.
+    pub(crate) fn reach(&self) -> Reach {
+        match &self.holder {
+            Some(_) => Reach::Own(self.account()),
+            None => Reach::All,
+        }
+    }
+
+    /// Whose jobs it may cancel: those of its token, and as an administrator everybody's.
+    pub(crate) fn reach_of_jobs(&self) -> Reach {
+        match self.holder() {
+            Some(holder) if holder.role < Role::Administer => self.reach(),
+            _ => Reach::All,
+        }
+    }
+
+    /// The account to which jobs and latents belong, and by which they are bounded: its token; without tokens its address, not the name
+    /// that it gives itself. Empty without either.
     pub(crate) fn account(&self) -> String {
+        if let Some(holder) = &self.holder {
+            return format!("token {:?}", holder.name);
+        }
         self.client()
             .map(|address| address.to_string())
             .unwrap_or_default()
@@ -115,6 +148,8 @@ impl Caller {
         Ok(JobOptions {
             client: self.name(options.client_id)?,
             account: self.account(),
+            reach: self.reach(),
+            most_jobs: self.holder().and_then(|holder| holder.allowance.jobs),
             priority: options.priority,
             patience: options.patience,
             allow_low_memory: options.allow_low_memory,
@@ -134,6 +169,7 @@ impl Caller {
         Caller {
             address: address.map(|address| address.parse().unwrap()),
             deadline: None,
+            holder: None,
         }
     }
 }
@@ -203,6 +239,31 @@ mod tests {
             let refused = named(wrong).unwrap_err().to_string();
             assert!(refused.contains("cuda:1 (GPU-1234-bbbb)"), "{refused}");
         }
+    }
+
+    #[test]
+    fn what_belongs_to_a_token_is_out_of_reach_for_another() {
+        let of = |name: &str, role| {
+            let holder = Holder {
+                name: name.to_owned(),
+                role,
+                allowance: Default::default(),
+            };
+            Caller::new(None, None, Some(Arc::new(holder)))
+        };
+        let alice = of("alice", Role::Generate);
+        for (other, has, has_jobs) in [
+            (&alice, true, true),
+            (&of("bob", Role::Generate), false, false),
+            (&of("alice\" \"bob", Role::Generate), false, false),
+            (&of("root", Role::Administer), false, true),
+            (&Caller::at(None), true, true),
+        ] {
+            assert_eq!(other.reach().has(&alice.account()), has, "{other:?}");
+            assert_eq!(other.reach_of_jobs().has(&alice.account()), has_jobs, "{other:?}");
+        }
+        let address = Caller::at(Some("10.0.0.1:1"));
+        assert!(!of("10.0.0.1", Role::Generate).reach().has(&address.account()));
     }
 
     #[test]

@@ -386,10 +386,11 @@ impl CardMemory {
         let ttl = time_to_live(ttl, DEFAULT_HOLD, LONGEST_HOLD)?;
         let entry = self.entries.entry(model).await?;
         let (residency, owner) = (self.clone(), caller.client());
+        let queue = self.queue.within(caller.reach());
         to_its_end(async move {
             let key = format!("{client}\n{}", entry.key);
             let claim = residency.bounds.holds.begin(owner, key, ttl)?;
-            let hold_id = residency.queue.hold(entry, client, ttl).await?;
+            let hold_id = queue.hold(entry, client, ttl).await?;
             claim.granted(&hold_id);
             Ok((hold_id, ttl))
         })
@@ -397,9 +398,11 @@ impl CardMemory {
     }
 
     /// Ends a hold; false when there was none.
-    pub async fn release_hold(&self, id: &str) -> bool {
-        let released = self.queue.release_hold(id).await;
-        self.bounds.holds.end(id);
+    pub async fn release_hold(&self, id: &str, caller: &Caller) -> bool {
+        let released = self.queue.within(caller.reach()).release_hold(id).await;
+        if released || caller.holder().is_none() {
+            self.bounds.holds.end(id);
+        }
         released
     }
 

@@ -70,6 +70,15 @@ pub(crate) fn to_keep(error: Error) -> Error {
         Error::ModelChanged(problem) => Error::ModelChanged(cut(problem)),
         Error::ModelUnsupported(problem) => Error::ModelUnsupported(cut_message(problem)),
         Error::ClientLimit(problem) => Error::ClientLimit(cut(problem)),
+        Error::TokenLimit {
+            limit,
+            problem,
+            retry_after,
+        } => Error::TokenLimit {
+            limit,
+            problem: cut_message(problem),
+            retry_after,
+        },
         Error::CardNotReady(problem) => Error::CardNotReady(cut(problem)),
         Error::LatentNotFound(id) => Error::LatentNotFound(cut(id)),
         Error::LatentMismatch(problem) => Error::LatentMismatch(cut(problem)),

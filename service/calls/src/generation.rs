@@ -6,7 +6,7 @@ use bytes::Bytes as Data;
 use engine::Error;
 use engine::job::{Call, JobOptions, JobSpec, JobWork, Latent, LatentInfo, Run, Start};
 use engine::library::{Entry, OpenModel};
-use engine::queue::Queue;
+use engine::queue::{Job, Queue};
 use hub::catalogue::Makes;
 use media::{MadeWith, Recipe};
 use model::{Image, InitImage, Medium, Model, Request, Role};
@@ -104,7 +104,7 @@ impl Generation {
     /// # Errors
     /// [`Error::LatentNotFound`], and when this client or all of them read too many at a time.
     pub async fn latent(&self, id: &str, caller: &Caller) -> Result<(Latent, Taken), Error> {
-        let latent = self.queue.latent(id).await?;
+        let latent = self.queue.within(caller.reach()).latent(id).await?;
         let taken = self.read_latents.take(caller.client(), latent.info.bytes.0);
         let taken = taken.map_err(|_| {
             let most = self.latents;
@@ -121,6 +121,14 @@ impl Generation {
         LatentUpload::new(self.latents)
     }
 
+    /// Counts bytes of media and latents that a caller sends.
+    ///
+    /// # Errors
+    /// When its token may send no more now.
+    pub fn receive(&self, bytes: usize, caller: &Caller) -> Result<(), Error> {
+        self.bounds.allowances.receive(bytes as u64, caller.holder())
+    }
+
     /// Stores an uploaded latent.
     ///
     /// # Errors
@@ -133,18 +141,19 @@ impl Generation {
     }
 
     /// Drops a latent; false when there was none.
-    pub async fn release_latent(&self, id: &str) -> bool {
-        self.queue.release_latent(id).await
+    pub async fn release_latent(&self, id: &str, caller: &Caller) -> bool {
+        self.queue.within(caller.reach()).release_latent(id).await
     }
 
     /// Begins the upload of media.
     pub fn media_upload(&self, caller: &Caller) -> MediaUpload {
-        self.media.upload(caller.client(), &self.decoding)
+        self.media
+            .upload(caller.client(), caller.account(), &self.decoding)
     }
 
     /// Drops media; false when there was none. Jobs that use the media keep their copy.
-    pub fn release_media(&self, id: &str) -> bool {
-        self.media.release(id)
+    pub fn release_media(&self, id: &str, caller: &Caller) -> bool {
+        self.media.release(id, &caller.reach())
     }
 
     /// Queues a request to generate.
@@ -175,7 +184,7 @@ impl Generation {
         };
         let (entries, id) = (self.entries.clone(), spec.entry.id.clone());
         let instead = move || entries.fitting_instead(makes?, &id);
-        let job = self.queue.submit(spec).await?;
+        let job = self.submit(spec, caller).await?;
         for left_out in &output.left_out {
             tracing::warn!(job = %job.id, "{left_out}");
         }
@@ -186,9 +195,21 @@ impl Generation {
         Ok(started(job, model, output, encoder, instead))
     }
 
+    /// Puts a job into the queue, if its caller's token may have it. Every job of a caller comes by here.
+    pub(crate) async fn submit(&self, spec: JobSpec, caller: &Caller) -> Result<Job, Error> {
+        let (allowances, holder) = (&self.bounds.allowances, caller.holder());
+        let amounts = allowances.admit(&spec, holder)?;
+        let job = self.queue.submit(spec).await;
+        if job.as_ref().map_or(true, |job| job.joined) {
+            allowances.forget(amounts, holder);
+        }
+        job
+    }
+
     /// Turns a request into a job, with the model's defaults filled in.
     pub(crate) async fn prepare(&self, mut asked: Asked, caller: &Caller) -> Result<Prepared, Error> {
         asked.check()?;
+        self.receive(asked.sent_bytes(), caller)?;
         let model = std::mem::take(&mut asked.model);
         asked.model = self.entries.of_medium(model, asked.makes()).await?;
         let options = caller.options(asked.options.clone(), &self.entries.cards())?;
@@ -272,7 +293,7 @@ impl Generation {
     ) -> Result<(Request, Option<Taken>), Error> {
         let model = &*open.model;
         if let Some(id) = &asked.init_latent {
-            let values = self.queue.latent(id).await?.info.values;
+            let values = self.queue.within(caller.reach()).latent(id).await?.info.values;
             if let Some(of_latent) = model.request_of(&values) {
                 defaults.medium = of_latent.medium;
             }
@@ -283,7 +304,9 @@ impl Generation {
                 .other_medium(&entry.id, &defaults.medium, asked.makes())
                 .await);
         }
-        let (pictures, start) = self.request_pictures(asked, &defaults.medium, model).await?;
+        let (pictures, start) = self
+            .request_pictures(asked, &defaults.medium, model, &caller.reach())
+            .await?;
         let references = Generation::references_of(&pictures, model)?;
         if let (Medium::Image(image), [first, ..]) = (&mut defaults.medium, &references[..])
             && matches!(start, StartFrom::Nothing)
@@ -310,7 +333,7 @@ impl Generation {
         let decoded = self.decode_pictures(&mut request, pictures, &open.model, caller.client());
         let decoded = decoded.await?;
         if let (Medium::Audio(audio), Some(id)) = (&mut request.medium, asked.reference_media()) {
-            audio.reference = Some(self.media.track(REFERENCE_MEDIA, id)?);
+            audio.reference = Some(self.media.track(REFERENCE_MEDIA, id, &caller.reach())?);
         }
         Ok((request, decoded))
     }
@@ -320,6 +343,7 @@ impl Generation {
     /// # Errors
     /// When the request is wrong, its model cannot be opened, or the queue has no room.
     pub async fn encode(&self, request: AskedEncode, caller: &Caller) -> Result<Started, Error> {
+        self.receive(request.image.len(), caller)?;
         let entry = self.entries.entry(request.model).await?;
         let open = self.entries.open(&entry).await?;
         let asked = (request.width > 0 && request.height > 0).then_some((request.width, request.height));
@@ -361,7 +385,8 @@ impl Generation {
     pub async fn decode(&self, request: AskedDecode, caller: &Caller) -> Result<Started, Error> {
         let entry = self.entries.entry(request.model).await?;
         let open = self.entries.open(&entry).await?;
-        let values = self.queue.latent(&request.latent_id).await?.info.values;
+        let latents = self.queue.within(caller.reach());
+        let values = latents.latent(&request.latent_id).await?.info.values;
         let of_latent = open.model.request_of(&values).ok_or_else(|| {
             let (id, shapes) = (
                 &request.latent_id,

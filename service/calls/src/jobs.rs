@@ -33,9 +33,10 @@ impl Jobs {
         caller: &Caller,
     ) -> Result<bool, Error> {
         let client = caller.name(client_id)?;
+        let queue = self.queue.within(caller.reach_of_jobs());
         match release_latents {
-            true => self.queue.discard(id, client).await,
-            false => self.queue.cancel(id, client).await,
+            true => queue.discard(id, client).await,
+            false => queue.cancel(id, client).await,
         }
     }
 }

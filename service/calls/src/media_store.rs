@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use engine::Error;
+use engine::job::Reach;
 use media::CancelToken;
 use media::pictures;
 use media::tracks::{self, TrackError, TrackFormat};
@@ -60,6 +61,8 @@ pub(crate) struct MediaStore {
 
 struct Kept {
     media: Media,
+    /// Whose it is.
+    account: String,
     until: Instant,
     /// Bytes counted against the client until the media is removed.
     _taken: Taken,
@@ -76,10 +79,16 @@ impl MediaStore {
     }
 
     /// Begins the upload of media.
-    pub(crate) fn upload(self: &Arc<MediaStore>, client: Client, decoding: &Turns) -> MediaUpload {
+    pub(crate) fn upload(
+        self: &Arc<MediaStore>,
+        client: Client,
+        account: String,
+        decoding: &Turns,
+    ) -> MediaUpload {
         MediaUpload {
             store: self.clone(),
             client,
+            account,
             decoding: decoding.clone(),
             taken: self.bound.nothing(client),
             description: None,
@@ -87,7 +96,12 @@ impl MediaStore {
         }
     }
 
-    fn put(self: &Arc<MediaStore>, media: Media, mut taken: Taken) -> Result<KeptMedia, Error> {
+    fn put(
+        self: &Arc<MediaStore>,
+        media: Media,
+        account: String,
+        mut taken: Taken,
+    ) -> Result<KeptMedia, Error> {
         taken.at_least(LEAST_BYTES).map_err(refused)?;
         let id = format!("media-{}", uuid::Uuid::new_v4().simple());
         let kept = self.described(&id, &media);
@@ -96,6 +110,7 @@ impl MediaStore {
             id.clone(),
             Kept {
                 media,
+                account,
                 until,
                 _taken: taken,
             },
@@ -107,12 +122,14 @@ impl MediaStore {
     /// Media by its id. This renews its time to live.
     ///
     /// # Errors
-    /// When it was never there, has expired, or was released.
-    pub(crate) fn get(&self, field: &str, id: &str) -> Result<Media, Error> {
+    /// When it was never there, has expired, was released, or is out of reach.
+    pub(crate) fn get(&self, field: &str, id: &str, reach: &Reach) -> Result<Media, Error> {
         short(field, id)?;
         let now = Instant::now();
         let mut all = self.lock();
-        let kept = all.get_mut(id).filter(|kept| now < kept.until);
+        let kept = all
+            .get_mut(id)
+            .filter(|kept| now < kept.until && reach.has(&kept.account));
         let kept = kept.ok_or_else(|| {
             invalid(
                 field,
@@ -127,8 +144,8 @@ impl MediaStore {
     ///
     /// # Errors
     /// As [`MediaStore::get`], and when the media is no track.
-    pub(crate) fn track(&self, field: &str, id: &str) -> Result<Clip, Error> {
-        match self.get(field, id)? {
+    pub(crate) fn track(&self, field: &str, id: &str, reach: &Reach) -> Result<Clip, Error> {
+        match self.get(field, id, reach)? {
             Media::Clip(clip) if matches!(clip.format, MediaFormat::Audio { .. }) => Ok(clip),
             Media::Clip(_) | Media::Picture(_) => Err(invalid(
                 field,
@@ -138,8 +155,10 @@ impl MediaStore {
     }
 
     /// Removes media before it expires; false when there was none. Jobs that use the media keep them.
-    pub(crate) fn release(&self, id: &str) -> bool {
-        self.lock().remove(id).is_some()
+    pub(crate) fn release(&self, id: &str, reach: &Reach) -> bool {
+        let mut all = self.lock();
+        let is_there = all.get(id).is_some_and(|kept| reach.has(&kept.account));
+        is_there && all.remove(id).is_some()
     }
 
     fn described(&self, id: &str, media: &Media) -> KeptMedia {
@@ -166,6 +185,7 @@ impl MediaStore {
 pub struct MediaUpload {
     store: Arc<MediaStore>,
     client: Client,
+    account: String,
     decoding: Turns,
     taken: Taken,
     description: Option<MediaDescription>,
@@ -198,7 +218,7 @@ impl MediaUpload {
             .ok_or_else(|| invalid("info", "is missing: send it with the first chunk"))?;
         let (media, taken) =
             read_on_thread(description, data, self.taken, self.client, &self.decoding).await?;
-        self.store.put(media, taken)
+        self.store.put(media, self.account, taken)
     }
 }
 
@@ -363,7 +383,9 @@ mod tests {
         for _ in 0..3 {
             put(&store, track(1), 2);
         }
-        let refused = store.put(track(1), store.bound.nothing(None)).unwrap_err();
+        let refused = store
+            .put(track(1), String::new(), store.bound.nothing(None))
+            .unwrap_err();
         assert!(refused.to_string().contains("limits.media"), "{refused}");
         assert_eq!(store.lock().len(), 3);
     }
@@ -379,7 +401,7 @@ mod tests {
 
     fn put(store: &Arc<MediaStore>, media: Media, bytes: u64) -> String {
         let taken = store.bound.take(None, bytes).unwrap();
-        store.put(media, taken).unwrap().id
+        store.put(media, "alice".to_owned(), taken).unwrap().id
     }
 
     #[tokio::test(start_paused = true)]
@@ -388,9 +410,9 @@ mod tests {
         let used = put(&store, track(20), 5_000);
         let unused = put(&store, track(20), 5_000);
         tokio::time::sleep(Duration::from_secs(9)).await;
-        assert_eq!(store.get("init_media_id", &used).unwrap(), track(20));
+        assert_eq!(store.get("init_media_id", &used, &Reach::All).unwrap(), track(20));
         tokio::time::sleep(Duration::from_secs(2)).await;
-        assert!(store.get("init_media_id", &unused).is_err());
+        assert!(store.get("init_media_id", &unused, &Reach::All).is_err());
         assert_eq!(store.bound.taken(), 5_000, "the unused one is gone from memory");
         tokio::time::sleep(Duration::from_secs(11)).await;
         assert_eq!(store.bound.taken(), 0);
@@ -400,10 +422,25 @@ mod tests {
     async fn released_media_is_gone_at_once() {
         let store = store(10_000);
         let id = put(&store, track(20), 5_000);
-        assert!(store.release(&id));
-        assert!(!store.release(&id));
-        assert!(store.get("init_media_id", &id).is_err());
+        assert!(store.release(&id, &Reach::All));
+        assert!(!store.release(&id, &Reach::All));
+        assert!(store.get("init_media_id", &id, &Reach::All).is_err());
         assert_eq!(store.bound.taken(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn media_of_another_account_is_not_there() {
+        let store = store(10_000);
+        let id = put(&store, track(20), 5_000);
+        let (own, other) = (Reach::Own("alice".to_owned()), Reach::Own("bob".to_owned()));
+        let told = |id: &str| store.get("init_media_id", id, &other).unwrap_err().to_string();
+        assert_eq!(
+            told(&id).replace(&id, ""),
+            told("media-none").replace("media-none", "")
+        );
+        assert!(!store.release(&id, &other));
+        assert!(store.get("init_media_id", &id, &own).is_ok());
+        assert!(store.release(&id, &own));
     }
 
     #[test]

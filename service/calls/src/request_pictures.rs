@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use engine::Error;
+use engine::job::Reach;
 use media::pictures;
 use model::{Clip, InitImage, Mask, Medium, Model, Picture, PictureSlot, Request};
 
@@ -58,26 +59,27 @@ impl Generation {
         asked: &Asked,
         defaults: &Medium,
         model: &dyn Model,
+        reach: &Reach,
     ) -> Result<(RequestPictures, StartFrom), Error> {
         // Refused before headers are read, which takes time.
         if let Some(problem) = model.too_many_references(asked.references.len()) {
             return Err(Error::Invalid(vec![problem]));
         }
-        let (start, from) = self.start_of(asked, defaults, model).await?;
+        let (start, from) = self.start_of(asked, defaults, model, reach).await?;
         let mut pictures = Vec::from_iter(start.map(|start| (PictureSlot::Start, start)));
         if let Some(mask) = &asked.mask {
-            pictures.push((PictureSlot::Mask, self.picture_of_input(MASK, mask).await?));
+            pictures.push((PictureSlot::Mask, self.picture_of_input(MASK, mask, reach).await?));
         }
         if let Some(end) = asked.end_image() {
-            pictures.push((PictureSlot::End, self.picture_of_input(END, end).await?));
+            pictures.push((PictureSlot::End, self.picture_of_input(END, end, reach).await?));
         }
         for (index, reference) in asked.references.iter().enumerate() {
-            let reference = self.picture_of_input(REFERENCES, reference).await?;
+            let reference = self.picture_of_input(REFERENCES, reference, reach).await?;
             pictures.push((PictureSlot::Reference(index), reference));
         }
         for (index, control) in asked.controls.iter().enumerate() {
             let field = format!("controls[{index}].image");
-            let image = self.picture_of_input(&field, &control.image).await?;
+            let image = self.picture_of_input(&field, &control.image, reach).await?;
             pictures.push((PictureSlot::Control(index), image));
         }
         Ok((RequestPictures(pictures), from))
@@ -96,10 +98,15 @@ impl Generation {
         })
     }
 
-    async fn picture_of_input(&self, field: &str, picture: &PictureInput) -> Result<RequestPicture, Error> {
+    async fn picture_of_input(
+        &self,
+        field: &str,
+        picture: &PictureInput,
+        reach: &Reach,
+    ) -> Result<RequestPicture, Error> {
         let data = match picture.media_id.as_str() {
             "" => picture.data.clone().unwrap_or_default(),
-            id => match self.media.get(field, id)? {
+            id => match self.media.get(field, id, reach)? {
                 Media::Picture(picture) => picture,
                 Media::Clip(_) => {
                     let problem = "is media of another kind: name the id of an uploaded picture";
@@ -116,6 +123,7 @@ impl Generation {
         asked: &Asked,
         defaults: &Medium,
         model: &dyn Model,
+        reach: &Reach,
     ) -> Result<(Option<RequestPicture>, StartFrom), Error> {
         const MEDIA: &str = "init_media_id";
         let from_clip = |clip: Clip| Ok((None, StartFrom::Clip(clip)));
@@ -127,7 +135,7 @@ impl Generation {
                 None => return Ok((None, StartFrom::Nothing)),
                 Some(picture) => ("init_image", picture.clone()),
             },
-            Some(id) => match self.media.get(MEDIA, id)? {
+            Some(id) => match self.media.get(MEDIA, id, reach)? {
                 Media::Clip(clip) => return from_clip(clip),
                 Media::Picture(_) if defaults.size().is_none() => {
                     return Err(invalid(

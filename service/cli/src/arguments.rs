@@ -16,7 +16,7 @@ pub(super) use generation::{
 };
 pub(super) use play::{Play, TaskChoice};
 
-use crate::cards;
+use crate::{cards, token};
 use config::{Flags, name_and_value};
 
 /// Generate pictures, films and music on your GPU, shared by ComfyUI, Griptape Nodes, scripts and this command.
@@ -42,6 +42,9 @@ struct GlobalOptions {
     /// File with the token that the service asks for [env: MOORED_TOKEN_FILE]
     #[arg(long, value_name = "FILE")]
     token_file: Option<String>,
+    /// SHA-256 fingerprint of the service's certificate, by which alone https:// is trusted [env: MOORED_FINGERPRINT]
+    #[arg(long, value_name = "SHA256")]
+    fingerprint: Option<String>,
     /// Send the token even over an unencrypted connection to another machine [env: MOORED_INSECURE_TOKEN=1]
     #[arg(long)]
     insecure_token: bool,
@@ -63,7 +66,7 @@ struct GlobalOptions {
 }
 
 /// Options of [`GlobalOptions`] that concern the connection to a service.
-const OF_CONNECTIONS: [&str; 3] = ["endpoint", "token_file", "insecure_token"];
+const OF_CONNECTIONS: [&str; 4] = ["endpoint", "token_file", "fingerprint", "insecure_token"];
 
 impl GlobalOptions {
     /// Both, in their order; the error is the name of an option that stands in both and may be used only once.
@@ -83,6 +86,7 @@ impl GlobalOptions {
             set: [self.set, after.set].concat(),
             endpoint: one("--endpoint", self.endpoint, after.endpoint)?,
             token_file: one("--token-file", self.token_file, after.token_file)?,
+            fingerprint: one("--fingerprint", self.fingerprint, after.fingerprint)?,
             insecure_token: self.insecure_token || after.insecure_token,
             json: self.json || after.json,
             quiet: self.quiet || after.quiet,
@@ -166,6 +170,8 @@ pub(super) enum Command {
         /// Its id, as `moored jobs` lists it
         job: String,
     },
+    /// Make, list and withdraw tokens of the service of this machine, and keep tokens of other services
+    Token(token::Token),
     /// Show the configuration in force, and where each value comes from
     Config {
         /// Print the commented defaults instead: a file to start from
@@ -213,6 +219,12 @@ impl Command {
             Command::Models { .. } => Some(&["client", "hub", "models", "cards"]),
             Command::Info { .. } => Some(&["client", "hub"]),
             Command::Pull { .. } | Command::Rm { .. } => Some(&["hub"]),
+            Command::Token(token::Token { action }) => match action {
+                token::Action::Make(_) | token::Action::List(_) | token::Action::Withdraw { .. } => {
+                    Some(&["service"])
+                }
+                token::Action::Use(_) | token::Action::Forget => Some(&["client"]),
+            },
             Command::Completions { .. } | Command::Man { .. } => Some(&[]),
             Command::Run(_)
             | Command::Demo(_)
@@ -244,6 +256,9 @@ pub(super) struct Serve {
     /// Folder for the service's own files: locks, hashes, compiled plans
     #[arg(long, value_name = "FOLDER")]
     state: Option<String>,
+    /// Make a certificate and a first token for other machines, print them, and end
+    #[arg(long)]
+    pub(super) init: bool,
     /// Stop when standard input is closed, that is, when the program that started this one has ended
     #[arg(long)]
     pub(super) end_with_stdin: bool,
@@ -380,14 +395,16 @@ impl Arguments {
 
     fn of(matches: &ArgMatches) -> Result<Arguments, clap::Error> {
         let mut arguments = Arguments::from_arg_matches(matches)?;
-        if let Some((_, after)) = matches.subcommand() {
-            let after = GlobalOptions::from_arg_matches(after)?;
-            let both = std::mem::take(&mut arguments.common).and(after);
+        let mut before = matches;
+        while let Some((_, after)) = before.subcommand() {
+            let common = GlobalOptions::from_arg_matches(after)?;
+            let both = std::mem::take(&mut arguments.common).and(common);
             arguments.common = both.map_err(|name| {
                 let problem =
                     format!("{name} is given twice, before the command and after it: leave one out");
                 whole_command().error(ErrorKind::ArgumentConflict, problem)
             })?;
+            before = after;
         }
         arguments
             .check()
@@ -406,6 +423,7 @@ impl Arguments {
         for (option, given, own) in [
             ("--endpoint", common.endpoint.is_some(), is_own),
             ("--insecure-token", common.insecure_token, is_own),
+            ("--fingerprint", common.fingerprint.is_some(), is_own),
             (
                 "--token-file",
                 common.token_file.is_some(),
@@ -459,6 +477,7 @@ impl Arguments {
             }
         };
         text("client.endpoint", &self.common.endpoint);
+        text("client.fingerprint", &self.common.fingerprint);
         match &self.command {
             Command::Serve(serve) => {
                 text("service.token_file", &self.common.token_file);
@@ -477,6 +496,14 @@ impl Arguments {
             }
             Command::Demo(Demo { device, .. }) => {
                 flags.push(("cards.devices".to_owned(), Some(vec![device.clone()].into())))
+            }
+            Command::Token(token::Token { action }) => {
+                if let token::Action::Make(token::Make { of, .. })
+                | token::Action::List(of)
+                | token::Action::Withdraw { of, .. } = action
+                {
+                    text("service.state", &of.state);
+                }
             }
             Command::Run(Run { device, .. }) => {
                 text("client.token_file", &self.common.token_file);
@@ -546,10 +573,16 @@ pub(super) fn whole_command() -> clap::Command {
         if !["serve", "demo", "run", "config", "doctor", "worker"].contains(&name.as_str()) {
             hidden.push("set");
         }
-        let command = GlobalOptions::augment_args(command);
-        hidden.into_iter().fold(command, |command, option| {
-            command.mut_arg(option, |option| option.hide(true))
-        })
+        with_common(command, &hidden)
+    })
+}
+
+/// A command with the common options, and its own commands with them.
+fn with_common(command: clap::Command, hidden: &[&str]) -> clap::Command {
+    let command = command.mut_subcommands(|command| with_common(command, hidden));
+    let command = GlobalOptions::augment_args(command);
+    hidden.iter().fold(command, |command, option| {
+        command.mut_arg(option, |option| option.hide(true))
     })
 }
 
@@ -599,6 +632,7 @@ mod tests {
             "moored status --set queue.max_jobs=1",
             "moored generate --set cards.policy=shared a",
             "moored plan a -o b",
+            "moored token make alice --endpoint x",
             "moored generate a --steps 0",
         ] {
             assert!(read(line).is_err(), "{line}");
@@ -608,6 +642,8 @@ mod tests {
             "moored pull me/mine --set hub.cache=x",
             "moored serve --token-file x --set queue.max_jobs=1",
             "moored -v generate -v a",
+            "moored token make alice --json",
+            "moored token use file --endpoint https://box",
         ] {
             assert!(read(line).is_ok(), "{line}");
         }

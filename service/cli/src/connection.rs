@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use access::{Credential, Fingerprint};
 use api::v1;
 use api::v1::generation_client::GenerationClient;
 use api::v1::hub_client::HubClient;
@@ -18,11 +19,12 @@ use prost::Message as _;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
-use tonic::transport::{Certificate, ClientTlsConfig, Endpoint};
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Code, Request, Status};
 use tonic_health::pb::health_client::HealthClient;
 use tonic_types::pb;
 
+use crate::pinned::PinnedConnector;
 use crate::wire::{Answers, WireError};
 use crate::{CliError, interrupt};
 
@@ -85,7 +87,8 @@ impl Connection {
     /// Connects at once, so that an unreachable service is an error here.
     pub(super) async fn open(client: &ClientSettings) -> Result<Connection, CliError> {
         let address = Address::of(&client.endpoint).map_err(CliError::Usage)?;
-        let header = client.token_file.as_deref().map(header_of).transpose()?;
+        let kept = kept_for(client, &address)?;
+        let header = header_of(client, kept.as_ref())?;
         if header.is_some() && !address.encrypted && !address.is_here && !client.insecure_token {
             return Err(CliError::InsecureToken {
                 endpoint: address.url,
@@ -95,19 +98,34 @@ impl Connection {
             endpoint: address.url.clone(),
             problem,
         };
-        let mut endpoint = Endpoint::from_shared(address.url.clone())
-            .map_err(|problem| unreachable(problem.to_string()))?
-            .connect_timeout(CONNECT_TIMEOUT)
-            .initial_stream_window_size(8 << 20)
-            .initial_connection_window_size(32 << 20)
-            .tcp_nodelay(true);
-        if address.encrypted {
-            endpoint = endpoint
-                .tls_config(tls(client.ca_file.as_deref())?)
-                .map_err(|problem| unreachable(root_cause(&problem)))?;
-        }
+        let own = own_certificate(client)?;
+        let own = own
+            .as_ref()
+            .map(|(certificate, key)| (&certificate[..], &key[..]));
+        let fingerprint = fingerprint_of(client, kept.as_ref())?.filter(|_| address.encrypted);
+        let connector = fingerprint
+            .map(|fingerprint| PinnedConnector::new(fingerprint, own))
+            .transpose();
+        let connector = connector.map_err(|problem| unusable_certificate(client, problem))?;
         let connected = async {
-            endpoint.connect().await.map_err(|problem| {
+            let channel = match connector {
+                // tonic would ask for a TLS of its own at https://, and dials the same machine and port at http://.
+                Some(connector) => {
+                    let url = address.key().replacen("https://", "http://", 1);
+                    let endpoint = endpoint_at(url).map_err(|problem| unreachable(root_cause(&problem)))?;
+                    endpoint.connect_with_connector(connector).await
+                }
+                None => {
+                    let mut endpoint = endpoint_at(address.url.clone());
+                    if address.encrypted {
+                        let tls = tls(client.ca_file.as_deref(), own)?;
+                        endpoint = endpoint.and_then(|endpoint| endpoint.tls_config(tls));
+                    }
+                    let endpoint = endpoint.map_err(|problem| unreachable(root_cause(&problem)))?;
+                    endpoint.connect().await
+                }
+            };
+            channel.map_err(|problem| {
                 let known = WireError::of(&problem, &address.url);
                 known.map_or_else(|| unreachable(root_cause(&problem)), CliError::Wire)
             })
@@ -151,21 +169,91 @@ impl Connection {
     }
 }
 
-/// The `authorization` header with the token of a file.
-fn header_of(file: &Path) -> Result<MetadataValue<Ascii>, CliError> {
-    let token = bounded::token(file).map_err(|problem| CliError::file(file, problem))?;
-    format!("Bearer {token}").parse().map_err(|_| {
+/// What connections have in common.
+fn endpoint_at(url: String) -> Result<Endpoint, tonic::transport::Error> {
+    let endpoint = Endpoint::from_shared(url)?
+        .connect_timeout(CONNECT_TIMEOUT)
+        .initial_stream_window_size(8 << 20)
+        .initial_connection_window_size(32 << 20)
+        .tcp_nodelay(true);
+    Ok(endpoint)
+}
+
+/// The fingerprint of the service's certificate: as set, else as it is kept for the address.
+fn fingerprint_of(
+    client: &ClientSettings,
+    kept: Option<&Credential>,
+) -> Result<Option<Fingerprint>, CliError> {
+    let kept = kept.map(|kept| kept.fingerprint.as_str()).unwrap_or_default();
+    match client.fingerprint {
+        None if !kept.is_empty() => Ok(Some(kept.parse().map_err(CliError::Usage)?)),
+        set => Ok(set),
+    }
+}
+
+/// What is kept for this address (`moored token use`).
+fn kept_for(client: &ClientSettings, address: &Address) -> Result<Option<Credential>, CliError> {
+    let Some(file) = &client.credentials else {
+        return Ok(None);
+    };
+    let kept = access::Credentials::read(file).map_err(|problem| CliError::file(file, problem))?;
+    Ok(kept.of(&address.key()).cloned())
+}
+
+/// The `authorization` header: with the token of a file, else with that which is kept for the address.
+fn header_of(
+    client: &ClientSettings,
+    kept: Option<&Credential>,
+) -> Result<Option<MetadataValue<Ascii>>, CliError> {
+    let (token, file) = match (&client.token, &client.token_file, kept) {
+        (Some(token), ..) => (token.to_string(), Path::new("")),
+        (None, Some(file), _) => {
+            let token = bounded::token(file).map_err(|problem| CliError::file(file, problem))?;
+            (token, file.as_path())
+        }
+        (None, None, Some(kept)) => (
+            kept.token.clone(),
+            client.credentials.as_deref().unwrap_or(Path::new("")),
+        ),
+        (None, None, None) => return Ok(None),
+    };
+    let header = format!("Bearer {token}").parse().map_err(|_| {
         CliError::file(
             file,
             "the token has characters that are not ASCII: write the token of the service",
         )
-    })
+    });
+    header.map(Some)
 }
 
-/// TLS with the CA certificates of a file, or the system's.
-fn tls(ca_file: Option<&Path>) -> Result<ClientTlsConfig, CliError> {
+/// A certificate and its key, in PEM.
+type OwnCertificate = (Vec<u8>, Vec<u8>);
+
+/// The certificate of this client and its key.
+fn own_certificate(client: &ClientSettings) -> Result<Option<OwnCertificate>, CliError> {
+    let read = |file: &Path| {
+        gpu::read_bounded(file, bounded::SETTING_BYTES).map_err(|problem| CliError::file(file, problem))
+    };
+    let own = client.certificate.as_ref();
+    own.map(|(certificate, key)| Ok((read(certificate)?, read(key)?)))
+        .transpose()
+}
+
+fn unusable_certificate(client: &ClientSettings, problem: String) -> CliError {
+    let file = client
+        .certificate
+        .as_ref()
+        .map_or(Path::new(""), |(certificate, _)| certificate.as_path());
+    CliError::file(file, problem)
+}
+
+/// TLS with the CA certificates of a file, or the system's; with a certificate of this client, if it has one.
+fn tls(ca_file: Option<&Path>, own: Option<(&[u8], &[u8])>) -> Result<ClientTlsConfig, CliError> {
     // A server that has not agreed to HTTP/2 is recognised by its answer.
-    let config = ClientTlsConfig::new().assume_http2(true);
+    let mut config = ClientTlsConfig::new().assume_http2(true);
+    if let Some((certificate, key)) = own {
+        config = config.identity(Identity::from_pem(certificate, key));
+    }
     let Some(file) = ca_file else {
         return Ok(config.with_native_roots());
     };
@@ -227,9 +315,13 @@ impl Refusal {
             v1::Reason::ModelNotFound => {
                 "`moored pull OWNER/NAME` downloads one; models.folders (`moored serve --models FOLDER`) adds folders to look in"
             }
-            v1::Reason::Unauthenticated => "name the token's file with --token-file or MOORED_TOKEN_FILE",
+            v1::Reason::Unauthenticated => {
+                "name the token's file with --token-file, or keep the token for this address with `moored token use`; that of \
+                 MOORED_TOKEN_FILE or of a configuration file goes to the address beside it alone"
+            }
             v1::Reason::QueueFull
             | v1::Reason::ClientLimit
+            | v1::Reason::TokenLimit
             | v1::Reason::CardNotReady
             | v1::Reason::DiskNotReady
             | v1::Reason::ShuttingDown => "try again in a while",
@@ -240,6 +332,7 @@ impl Refusal {
             v1::Reason::DiskFull => "hub.cache, or HF_HUB_CACHE, names a folder on another disk",
             v1::Reason::Unspecified
             | v1::Reason::Cancelled
+            | v1::Reason::RoleRequired
             | v1::Reason::PullFailed
             | v1::Reason::InvalidRequest
             | v1::Reason::ModelDamaged

@@ -66,6 +66,7 @@ impl Exit {
             }
             Reason::QueueFull
             | Reason::ClientLimit
+            | Reason::TokenLimit
             | Reason::CardNotReady
             | Reason::DiskNotReady
             | Reason::ShuttingDown
@@ -79,7 +80,7 @@ impl Exit {
                 Exit::Model
             }
             Reason::NeverFits => Exit::DoesNotFit,
-            Reason::Unauthenticated => Exit::Token,
+            Reason::Unauthenticated | Reason::RoleRequired => Exit::Token,
             Reason::DiskFull => Exit::File,
             Reason::Cancelled => Exit::Cancelled,
             Reason::Unspecified

@@ -474,8 +474,12 @@ mod tests {
         };
         let client = ClientSettings {
             endpoint: String::new(),
+            token: None,
             token_file: None,
             ca_file: None,
+            fingerprint: None,
+            certificate: None,
+            credentials: None,
             insecure_token: false,
             name: "me".to_owned(),
         };

@@ -12,11 +12,13 @@ mod doctor;
 mod exit;
 mod files;
 mod generate;
+mod init;
 mod interrupt;
 mod local;
 mod models;
 mod names;
 mod picture;
+mod pinned;
 mod program;
 mod pull;
 mod pull_messages;
@@ -29,6 +31,7 @@ mod screen;
 mod shell;
 mod show;
 mod status;
+mod token;
 mod track_uploads;
 mod wire;
 
@@ -69,13 +72,13 @@ enum CliError {
     /// The connection ended in the middle of a call.
     #[error(
         "the connection to {endpoint} was lost before the job ended; see whether the service still runs (`moored status`, \
-         and its log)"
+         and its log){}", or_certificate(.endpoint)
     )]
     Lost { endpoint: String },
     /// The token would be sent unencrypted.
     #[error(
         "the token was not sent: the connection to {endpoint} is not encrypted, and it is another machine\n  use an https:// \
-         address (a proxy with TLS in front of the service), or a tunnel: ssh -L 50051:127.0.0.1:50051 HOST; \
+         address (`moored serve --init` where the service runs), or a tunnel: ssh -L 50051:127.0.0.1:50051 HOST; \
          --insecure-token or MOORED_INSECURE_TOKEN=1 sends it all the same"
     )]
     InsecureToken { endpoint: String },
@@ -112,6 +115,16 @@ enum CliError {
     /// Output could not be written.
     #[error("output failed: {0}")]
     Output(#[from] std::io::Error),
+}
+
+/// What else ends a connection in TLS: in TLS 1.3 a client learns of it only by the end.
+fn or_certificate(endpoint: &str) -> &'static str {
+    match endpoint.starts_with("https://") {
+        true => {
+            ", and whether it asks clients for a certificate (MOORED_CERTIFICATE, MOORED_CERTIFICATE_KEY)"
+        }
+        false => "",
+    }
 }
 
 impl CliError {
@@ -182,6 +195,7 @@ fn dispatch(program: &'static dyn Program, arguments: Arguments) -> Result<(), C
             _ => interrupt::listen(program, Second::Exits)?,
         }
         match arguments.command {
+            Command::Serve(options) if options.init => init::run(&config, json),
             Command::Serve(options) => {
                 let stop = options.end_with_stdin.then(end_of_stdin);
                 Ok(program.serve(config, None, stop).await?)
@@ -229,6 +243,7 @@ async fn ask(
         Command::Recycle(options) => cards::recycle(client, options, json).await,
         Command::Jobs { all } => residency::jobs(client, all, json).await,
         Command::Cancel { job } => residency::cancel(client, job, json).await,
+        Command::Token(options) => token::run(config, options, json),
         Command::Serve(_)
         | Command::Run(_)
         | Command::Demo(_)

@@ -1,7 +1,9 @@
 //! A service inside of this program, for commands that need one while they last.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use access::{Secret, TokenStore};
 use config::{ClientSettings, Config};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -25,9 +27,16 @@ impl LocalService {
     /// Starts a service, waits until a card is ready, and returns a connection to it.
     pub(super) async fn start(
         program: &dyn Program,
-        config: Config,
+        mut config: Config,
     ) -> Result<(LocalService, Connection), CliError> {
         let client = config.client.clone();
+        config.service.certificates = None; // it listens on loopback, for this command
+        // Where others need a token, this command is the only client.
+        let token = match TokenStore::of(&config.service.state).file().exists() {
+            true => Some(Arc::from(Secret::new()?.reveal())),
+            false => None,
+        };
+        config.service.own_token.clone_from(&token);
         let token_file = config.service.token_file.clone();
         let (ready, address) = oneshot::channel();
         let (stop, stopped) = oneshot::channel();
@@ -40,6 +49,7 @@ impl LocalService {
             let address = address.await.map_err(ended)?;
             let client = ClientSettings {
                 endpoint: format!("http://{address}"),
+                token,
                 token_file,
                 ..client
             };

@@ -14,6 +14,7 @@ use tonic::codegen::http::{Request, Response, StatusCode};
 use tonic::transport::Channel;
 
 use crate::exit::Exit;
+use crate::pinned::OtherCertificate;
 
 /// Prefix of the content type of every gRPC answer.
 const GRPC: &str = "application/grpc";
@@ -66,6 +67,15 @@ pub(crate) enum WireError {
          authority; the address has to name the machine as its certificate does"
     )]
     Certificate { endpoint: String, problem: String },
+    /// The certificate is another one than that which is pinned.
+    #[error(
+        "the certificate of {endpoint} is not the expected one: {other}\n  if the service got a new certificate, ask who runs it for the \
+         new fingerprint; else something in between answers in its place"
+    )]
+    OtherCertificate {
+        endpoint: String,
+        other: OtherCertificate,
+    },
     /// There is no TLS.
     #[error(
         "{endpoint} answers without TLS\n  write http:// instead of https://, or the address of the proxy that has the certificate"
@@ -143,6 +153,12 @@ impl WireError {
 
     fn of_tls(error: &rustls::Error, endpoint: String) -> Option<WireError> {
         Some(match error {
+            rustls::Error::InvalidCertificate(CertificateError::Other(other))
+                if other.0.is::<OtherCertificate>() =>
+            {
+                let other = *other.0.downcast_ref()?;
+                WireError::OtherCertificate { endpoint, other }
+            }
             rustls::Error::InvalidCertificate(problem) => WireError::Certificate {
                 endpoint,
                 problem: match problem {
@@ -179,7 +195,9 @@ impl WireError {
     /// The name of the reason in JSON.
     pub(super) fn reason(&self) -> &'static str {
         match self {
-            WireError::Certificate { .. } | WireError::NoTls { .. } => "TLS",
+            WireError::Certificate { .. } | WireError::OtherCertificate { .. } | WireError::NoTls { .. } => {
+                "TLS"
+            }
             WireError::NotHttp2 { .. } => "NOT_HTTP2",
             WireError::Cut { .. } => "CONNECTION_LOST",
             WireError::Foreign { .. } => "PROXY",
@@ -195,6 +213,7 @@ impl WireError {
                 _ => Exit::NoService,
             },
             WireError::Certificate { .. }
+            | WireError::OtherCertificate { .. }
             | WireError::NoTls { .. }
             | WireError::NotHttp2 { .. }
             | WireError::Cut { .. } => Exit::NoService,
@@ -252,8 +271,12 @@ mod tests {
     async fn error_of(url: String) -> CliError {
         let client = ClientSettings {
             endpoint: url,
+            token: None,
             token_file: None,
             ca_file: None,
+            fingerprint: None,
+            certificate: None,
+            credentials: None,
             insecure_token: false,
             name: "ann".to_owned(),
         };

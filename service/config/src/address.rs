@@ -14,6 +14,17 @@ pub struct Address {
 }
 
 impl Address {
+    /// The address as credentials are kept by it: scheme, host and port.
+    pub fn key(&self) -> String {
+        let uri: http::Uri = self.url.parse().unwrap_or_default();
+        let (scheme, port) = match self.encrypted {
+            true => ("https", 443),
+            false => ("http", 80),
+        };
+        let host = uri.host().unwrap_or_default().to_ascii_lowercase();
+        format!("{scheme}://{host}:{}", uri.port_u16().unwrap_or(port))
+    }
+
     /// An address with or without its scheme.
     ///
     /// # Errors
@@ -89,6 +100,18 @@ mod tests {
             "http://[::1",
         ] {
             assert_eq!(url(wrong), None, "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn a_key_has_the_scheme_the_host_and_the_port() {
+        for (endpoint, key) in [
+            ("https://Box", "https://box:443"),
+            ("https://box:50051/", "https://box:50051"),
+            ("HTTPS://[::1]:7", "https://[::1]:7"),
+            ("box:50051", "http://box:50051"),
+        ] {
+            assert_eq!(Address::of(endpoint).unwrap().key(), key);
         }
     }
 

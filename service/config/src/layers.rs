@@ -1,6 +1,7 @@
 //! The layers of the configuration, laid over each other. A value that has the wrong shape for its table or setting is
 //! reported once and left out: it would hide every setting of the layers below it.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use figment::providers::{Format as _, Toml};
@@ -10,8 +11,26 @@ use figment::{Figment, Metadata, Profile, Provider, Source};
 use super::reader::{EMBEDDED, ENVIRONMENT, meant, not_there, variable};
 use super::{DEFAULTS, Flags, environment};
 
+/// Settings of a client that belong to the endpoint that they are set beside.
+const BOUND: [&str; 3] = ["token_file", "fingerprint", "certificate"];
+
+/// The endpoints that settings of the client belong to: each to the one that is in force where it is set. The layers above may name
+/// another endpoint, and would lead a token there.
+#[derive(Debug, Default)]
+pub(super) struct Bound(BTreeMap<&'static str, String>);
+
+impl Bound {
+    /// The endpoint that a setting belongs to; `None` where it is not set.
+    pub(super) fn endpoint_of(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str)
+    }
+}
+
 /// Layers, and their mistakes.
 pub(super) struct Layers {
+    pub(super) bound: Bound,
+    /// Settings of [`BOUND`] in the layer that is being laid.
+    set_now: BTreeSet<&'static str>,
     pub(super) figment: Figment,
     pub(super) mistakes: Vec<String>,
     /// Every table with its settings.
@@ -38,6 +57,8 @@ impl Layers {
     /// The defaults alone.
     pub(super) fn new() -> Layers {
         let mut layers = Layers {
+            bound: Bound::default(),
+            set_now: BTreeSet::new(),
             figment: Figment::new(),
             mistakes: Vec::new(),
             known: Dict::new(),
@@ -60,7 +81,9 @@ impl Layers {
     pub(super) fn add_file(&mut self, path: &Path, text: &str) -> Result<(), String> {
         let source = path.display().to_string();
         let metadata = Metadata::named("file").source(Source::File(path.to_owned()));
-        self.add(metadata, &Toml::string(text), |_| source.clone())
+        self.add(metadata, &Toml::string(text), |_| source.clone())?;
+        self.bind();
+        Ok(())
     }
 
     /// Lays the variables of the environment over the rest.
@@ -69,6 +92,7 @@ impl Layers {
         if let Err(problem) = self.add(metadata, &environment(), variable) {
             self.mistakes.push(problem);
         }
+        self.bind();
     }
 
     /// Lays flags over the rest, the last over all.
@@ -97,6 +121,19 @@ impl Layers {
             };
             self.mistakes.push(format!("{name} (flag): {problem}"));
         }
+        self.bind();
+    }
+
+    /// Ends a layer: what it sets belongs to the endpoint that is in force now. All flags are one layer, in any order.
+    fn bind(&mut self) {
+        let endpoint = self
+            .figment
+            .find_value("client.endpoint")
+            .ok()
+            .and_then(Value::into_string);
+        for name in std::mem::take(&mut self.set_now) {
+            self.bound.0.insert(name, endpoint.clone().unwrap_or_default());
+        }
     }
 
     fn add(
@@ -113,6 +150,10 @@ impl Layers {
                 .iter()
                 .map(|(name, problem)| format!("{name} ({}): {problem}", source(name)));
             self.mistakes.extend(told);
+            if let Some(Value::Dict(_, client)) = dict.get("client") {
+                let set = BOUND.into_iter().filter(|name| client.contains_key(*name));
+                self.set_now.extend(set);
+            }
         }
         let layer = Layer { metadata, values };
         self.figment = std::mem::take(&mut self.figment).merge(layer);

@@ -16,8 +16,10 @@ mod tables;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
+use access::{Certificates, Fingerprint};
 use figment::providers::Env;
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName};
 use ops::Fp8Products;
@@ -81,6 +83,16 @@ pub struct Setting {
 pub struct ServiceSettings {
     pub listen: SocketAddr,
     pub token_file: Option<PathBuf>,
+    /// The files by which it speaks TLS; `None`: it does not.
+    pub certificates: Option<Certificates>,
+    /// Whether they are the service's own, which it makes where they are missing.
+    pub own_certificate: bool,
+    /// Whether it may listen beyond loopback without TLS.
+    pub allow_without_tls: bool,
+    /// Whether it may listen beyond loopback without tokens.
+    pub allow_without_tokens: bool,
+    /// The token of the program that starts this service for itself alone, in place of all others. It is no setting.
+    pub own_token: Option<Arc<str>>,
     pub max_message: Bytes,
     pub drain: Duration,
     pub state: PathBuf,
@@ -255,9 +267,17 @@ pub struct QuantizationSettings {
 #[derive(Clone, Debug)]
 pub struct ClientSettings {
     pub endpoint: String,
+    /// A token before all others. It is no setting.
+    pub token: Option<Arc<str>>,
     pub token_file: Option<PathBuf>,
     /// CA certificates for `https://`; `None`: the system's.
     pub ca_file: Option<PathBuf>,
+    /// SHA-256 of the service's certificate, by which alone `https://` is trusted.
+    pub fingerprint: Option<Fingerprint>,
+    /// A certificate of this client, and its key.
+    pub certificate: Option<(PathBuf, PathBuf)>,
+    /// The file with tokens and fingerprints by address; `None` where there is no home.
+    pub credentials: Option<PathBuf>,
     /// Whether the token may be sent to another machine over a connection that is not encrypted.
     pub insecure_token: bool,
     /// Client name in the job list, and for fair shares.
@@ -303,6 +323,7 @@ impl Config {
     }
 
     fn extract(layers: Layers) -> Result<Config, Mistakes> {
+        let bound = layers.bound;
         let mut r = Reader::new(layers.figment, layers.mistakes);
         let mut config = Config {
             service: ServiceSettings::read(&mut r),
@@ -317,6 +338,7 @@ impl Config {
             sources: Vec::new(),
             file: FileRead::NoneAt(None),
         };
+        config.client.forget_of_others(&bound);
         config.check(&mut r);
         config.sources = r.finish(&[
             ("service.state", config.service.state.display().to_string()),
@@ -329,13 +351,6 @@ impl Config {
 
     /// Finds settings that contradict each other.
     fn check(&self, r: &mut Reader) {
-        if !self.service.listen.ip().is_loopback() && self.service.token_file.is_none() {
-            r.mistake(
-                "service.listen",
-                "reaches beyond this machine, which needs a token: set service.token_file to a file with one \
-                 (e.g. `openssl rand -hex 32 > token`)",
-            );
-        }
         for (name, bytes) in [
             ("limits.uploads", self.limits.uploads),
             ("limits.uploads_per_client", self.limits.uploads_per_client),
@@ -424,13 +439,18 @@ fn configuration_file(named: Option<PathBuf>) -> Result<(FileRead, String), Stri
 fn user_at_host() -> String {
     let variable = |name| variable(name).filter(|value| !value.is_empty());
     let user = variable("USER").or_else(|| variable("LOGNAME")).or_else(account);
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    let host = host.trim();
-    match (user, host) {
+    let host = host_name();
+    match (user, host.as_str()) {
         (Some(user), "") => user,
         (Some(user), host) => format!("{user}@{host}"),
         (None, host) => host.to_owned(),
     }
+}
+
+/// The name of this machine; empty where it has none.
+pub fn host_name() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    host.trim().to_owned()
 }
 
 /// A variable of the environment; `None` where it is not set, or is no text.
@@ -496,11 +516,15 @@ pub fn variables_of_workers() -> impl Iterator<Item = (std::ffi::OsString, std::
 }
 
 /// Settings with short names, which the Python client reads too.
-const SHORT_NAMES: [(&str, &str); 5] = [
+const SHORT_NAMES: [(&str, &str); 9] = [
     ("endpoint", "client.endpoint"),
     ("token_file", "client.token_file"),
     ("ca_file", "client.ca_file"),
     ("insecure_token", "client.insecure_token"),
+    ("fingerprint", "client.fingerprint"),
+    ("certificate", "client.certificate"),
+    ("certificate_key", "client.certificate_key"),
+    ("credentials", "client.credentials"),
     ("client", "client.name"),
 ];
 

@@ -1,17 +1,21 @@
 //! The tables of the configuration, setting by setting.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::str::FromStr as _;
 use std::time::Duration;
 
+use access::{Certificates, Fingerprint, OWN_CERTIFICATE, OWN_KEY};
 use gpu::ProfileName;
 use model::{Image, Medium, PIXELS_PER_TOKEN, Request, RequestError};
 use ops::Fp8Products;
 use residency::{Bytes, Policy};
 
+use super::layers::Bound;
 use super::reader::{MOST_MEMORY, Reader};
 use super::{
     Address, CardSettings, ClientSettings, LimitSettings, LogSettings, ModelSettings, QuantizationSettings,
-    QueueSettings, ServiceSettings, SettingsOfModel, state_folder, user_at_host,
+    QueueSettings, ServiceSettings, SettingsOfModel, project_folders, state_folder, user_at_host,
 };
 use crate::log_filter::check_filter;
 
@@ -30,12 +34,67 @@ const LEAST_KEPT: Duration = Duration::from_secs(1);
 
 impl ServiceSettings {
     pub(super) fn read(r: &mut Reader) -> ServiceSettings {
+        let state = r.optional_path("service.state").unwrap_or_else(state_folder);
         ServiceSettings {
             listen: r.parsed("service.listen", "an address such as 127.0.0.1:50051"),
             token_file: r.optional_path("service.token_file"),
+            certificates: certificates(r, &state),
+            own_certificate: r.switch("service.own_certificate"),
+            allow_without_tls: r.switch("service.allow_without_tls"),
+            allow_without_tokens: r.switch("service.allow_without_tokens"),
+            own_token: None,
             max_message: r.size_within("service.max_message", LEAST_MESSAGE, MOST_MESSAGE),
             drain: r.duration("service.drain"),
-            state: r.optional_path("service.state").unwrap_or_else(state_folder),
+            state,
+        }
+    }
+}
+
+/// The certificates of the service: its own, or those that are named.
+fn certificates(r: &mut Reader, state: &Path) -> Option<Certificates> {
+    let is_own = r.switch("service.own_certificate");
+    let named = pair(r, "service.certificate", "service.certificate_key");
+    let client_authorities = r.optional_path("service.client_authorities");
+    let (certificate, key) = match (is_own, named) {
+        (true, Some(_)) => {
+            r.mistake(
+                "service.own_certificate",
+                "is true, and service.certificate names another one: set one of the two",
+            );
+            return None;
+        }
+        (true, None) => (state.join(OWN_CERTIFICATE), state.join(OWN_KEY)),
+        (false, Some(named)) => named,
+        (false, None) => {
+            if client_authorities.is_some() {
+                let problem = "is for TLS, and the service has no certificate: set service.certificate, or service.own_certificate";
+                r.mistake("service.client_authorities", problem);
+            }
+            return None;
+        }
+    };
+    Some(Certificates {
+        certificate,
+        key,
+        client_authorities,
+    })
+}
+
+/// A certificate and its key, of which neither is of use alone.
+fn pair(r: &mut Reader, certificate: &'static str, key: &'static str) -> Option<(PathBuf, PathBuf)> {
+    match (r.optional_path(certificate), r.optional_path(key)) {
+        (Some(certificate), Some(key)) => Some((certificate, key)),
+        (None, None) => None,
+        (Some(_), None) => {
+            r.mistake(certificate, format!("needs its key: set {key}"));
+            None
+        }
+        (None, Some(_)) => {
+            r.mistake(
+                key,
+                format!("is a key without its certificate: set {certificate}"),
+            );
+            None
         }
     }
 }
@@ -145,13 +204,60 @@ impl ClientSettings {
     pub(super) fn read(r: &mut Reader) -> ClientSettings {
         ClientSettings {
             endpoint: r.checked_text("client.endpoint", |text| Address::of(text).map(drop)),
+            token: None,
             token_file: r.optional_path("client.token_file"),
             ca_file: r.optional_path("client.ca_file"),
+            fingerprint: fingerprint(r),
+            certificate: pair(r, "client.certificate", "client.certificate_key"),
+            credentials: r
+                .optional_path("client.credentials")
+                .or_else(|| Some(project_folders()?.config_dir().join("credentials.json"))),
             insecure_token: r.switch("client.insecure_token"),
             name: Some(r.checked_text("client.name", name_of_client))
                 .filter(|name| !name.is_empty())
                 .unwrap_or_else(user_at_host),
         }
+    }
+}
+
+fn fingerprint(r: &mut Reader) -> Option<Fingerprint> {
+    let check = |text: &str| match text.is_empty() {
+        true => Ok(()),
+        false => Fingerprint::from_str(text).map(drop),
+    };
+    r.checked_text("client.fingerprint", check).parse().ok()
+}
+
+impl ClientSettings {
+    /// Leaves out what was set beside another endpoint than the one in force: a token in a file is not sent where a flag points.
+    pub(super) fn forget_of_others(&mut self, bound: &Bound) {
+        let is_of_another = |name: &str| {
+            bound
+                .endpoint_of(name)
+                .is_some_and(|endpoint| !same(endpoint, &self.endpoint))
+        };
+        let (token, fingerprint, certificate) = (
+            is_of_another("token_file"),
+            is_of_another("fingerprint"),
+            is_of_another("certificate"),
+        );
+        if token {
+            self.token_file = None;
+        }
+        if fingerprint {
+            self.fingerprint = None;
+        }
+        if certificate {
+            self.certificate = None;
+        }
+    }
+}
+
+/// Whether two endpoints are one. What is no address is none's.
+fn same(one: &str, other: &str) -> bool {
+    match (Address::of(one), Address::of(other)) {
+        (Ok(one), Ok(other)) => one.key() == other.key(),
+        _ => false,
     }
 }
 

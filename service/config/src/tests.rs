@@ -272,10 +272,84 @@ fn mistakes_of_all_layers_are_reported_together() {
 }
 
 #[test]
-fn an_address_beyond_loopback_needs_a_token() {
-    let told = with("service.listen = '0.0.0.0:50051'").unwrap_err().to_string();
-    assert!(told.contains("token"), "{told}");
-    assert!(with("service.listen = '0.0.0.0:50051'\nservice.token_file = 'token'").is_ok());
+fn the_certificate_of_the_service_is_its_own_or_a_named_one_with_its_key() {
+    assert_eq!(with("").unwrap().service.certificates, None);
+    let own = with("service.own_certificate = true\nservice.state = '/s'").unwrap();
+    let own = own.service.certificates.unwrap();
+    assert_eq!(own.key, PathBuf::from("/s").join(access::OWN_KEY));
+    let named = "service.certificate = '/c'\nservice.certificate_key = '/k'\n";
+    let read = with(&format!("{named}service.client_authorities = '/a'")).unwrap();
+    assert_eq!(read.service.certificates.unwrap().files().len(), 3);
+    for (wrong, named) in [
+        ("service.certificate = '/c'", "service.certificate_key"),
+        ("service.certificate_key = '/k'", "service.certificate"),
+        ("service.client_authorities = '/a'", "service.own_certificate"),
+        (
+            &format!("{named}service.own_certificate = true"),
+            "set one of the two",
+        ),
+        ("client.certificate = '/c'", "client.certificate_key"),
+        ("client.fingerprint = 'ab'", "sha256:"),
+    ] {
+        let told = with(wrong).unwrap_err().to_string();
+        assert!(told.contains(named), "{told}");
+    }
+}
+
+#[test]
+fn what_is_set_beside_an_endpoint_is_not_used_for_another() {
+    let client = |file: &str, flags: &[(&str, &str)]| {
+        let mut layers = Layers::new();
+        layers
+            .add_file(std::path::Path::new("moored.toml"), file)
+            .unwrap();
+        let flag = |(name, value): &(&str, &str)| (format!("client.{name}"), Some(value.parse().unwrap()));
+        layers.add_flags(flags.iter().map(flag).collect());
+        Config::extract(layers).unwrap().client
+    };
+    let file = format!(
+        "[client]\nendpoint = 'https://box'\ntoken_file = '/t'\nfingerprint = '{}'\ncertificate = '/c'\ncertificate_key = '/k'",
+        "0".repeat(64)
+    );
+    let has = |client: &ClientSettings| {
+        (
+            client.token_file.is_some(),
+            client.fingerprint.is_some(),
+            client.certificate.is_some(),
+        )
+    };
+    assert_eq!(has(&client(&file, &[])), (true, true, true));
+    assert_eq!(
+        has(&client(&file, &[("endpoint", "https://BOX:443")])),
+        (true, true, true)
+    );
+    for other in [
+        "http://box:443",
+        "https://box:444",
+        "https://box.example",
+        "nothing else",
+    ] {
+        let flags = [("endpoint", other)];
+        let mut layers = Layers::new();
+        layers
+            .add_file(std::path::Path::new("moored.toml"), &file)
+            .unwrap();
+        layers.add_flags(vec![("client.endpoint".to_owned(), Some(other.into()))]);
+        match Config::extract(layers) {
+            Ok(config) => assert_eq!(has(&config.client), (false, false, false), "{flags:?}"),
+            Err(_) => assert_eq!(other, "nothing else"),
+        }
+    }
+    for flags in [
+        [("endpoint", "https://other"), ("token_file", "/other")],
+        [("token_file", "/other"), ("endpoint", "https://other")],
+    ] {
+        assert_eq!(
+            has(&client(&file, &flags)),
+            (true, false, false),
+            "flags are one layer"
+        );
+    }
 }
 
 #[test]

@@ -128,7 +128,7 @@ impl fmt::Display for JobBound {
             ),
             JobBound::Address { address, limit } => write!(
                 f,
-                "clients at {address} have {limit} jobs in the queue, which are the most of one address: {REMEDY} queue.max_jobs"
+                "clients of {address} have {limit} jobs in the queue, which are the most of one address or token: {REMEDY} queue.max_jobs"
             ),
             JobBound::Kept { places } => write!(
                 f,
@@ -197,6 +197,15 @@ pub enum Error {
     /// A bound of one client, or of all clients together, is exceeded.
     #[error("{0}")]
     ClientLimit(String),
+    /// A token may do no more of this now.
+    #[error("{problem}")]
+    TokenLimit {
+        /// Name of the limit: `jobs`, `pixels_per_minute`.
+        limit: &'static str,
+        problem: String,
+        /// After which time it may work; `None`: never.
+        retry_after: Option<Duration>,
+    },
     /// A listener left too much of its results unread.
     #[error(
         "{unread} of results were left unread, and {limit} are the most: read the stream as it comes; the job goes on for its other readers"

@@ -39,6 +39,12 @@ pub struct JobOptions {
     pub client: String,
     /// Account by which jobs, latents and unread results are bounded: the client's address, whichever names it sends; empty without one.
     pub account: String,
+    /// What the job may use of what others have made.
+    #[serde(default)]
+    pub reach: Reach,
+    /// Most jobs of its account in the queue; `None`: the queue's own bounds.
+    #[serde(default)]
+    pub most_jobs: Option<u64>,
     pub priority: Priority,
     /// How long the job waits for late or foreign memory; `None` for the service's setting.
     pub patience: Option<Duration>,
@@ -55,6 +61,34 @@ pub struct JobOptions {
     /// Deadline of the job; if several clients join it, the latest counts. It is serialized as a time of the wall clock.
     #[serde(with = "wall_clock")]
     pub deadline: Option<Instant>,
+}
+
+/// Whose jobs, latents and holds a call may use. What is out of its reach is not there for it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reach {
+    /// Everybody's: ids are all that is needed.
+    #[default]
+    All,
+    /// Those of one account.
+    Own(String),
+}
+
+impl Reach {
+    /// Whether the things of an account are within it.
+    pub fn has(&self, account: &str) -> bool {
+        match self {
+            Reach::All => true,
+            Reach::Own(own) => own == account,
+        }
+    }
+
+    /// The account that new things belong to; empty: nobody's in particular.
+    pub(crate) fn account(&self) -> &str {
+        match self {
+            Reach::All => "",
+            Reach::Own(own) => own,
+        }
+    }
 }
 
 /// A job to submit. Its serialized form is enough to submit it again, in another process and after a restart of the machine.

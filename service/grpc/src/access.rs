@@ -4,74 +4,70 @@ use std::convert::Infallible;
 use std::future::{Ready, ready};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
+use access::{Holder, Role, Tokens};
 use calls::{Client, LogInterval};
 use futures::future::Either;
+use tokio::sync::watch;
 use tonic::body::Body;
 use tonic::codegen::Service;
 use tonic::codegen::http::header::AUTHORIZATION;
 use tonic::codegen::http::{HeaderMap, Request, Response};
 
 use crate::limits::{client_of, lock};
-use crate::methods::{Admitted, Needs, method_at};
+use crate::methods::{Admitted, Method, Needs, method_at};
 use crate::refusal::{Answer, Refusal};
 
-/// The token that calls must carry, if there is one.
+/// The tokens of which calls must carry one, as they are now.
 #[derive(Clone)]
-pub struct Token {
-    expected: Option<Arc<str>>,
+pub struct Gate {
+    tokens: watch::Receiver<Tokens>,
     /// Time of the last refusal in the log.
     last_refusal_log: Arc<Mutex<LogInterval>>,
 }
 
-/// A shorter token could be guessed.
-const LEAST_CHARACTERS: usize = 16;
 /// Least time between two refusals in the log.
 const REFUSAL_LOG_INTERVAL: Duration = Duration::from_secs(1);
 
-impl Token {
-    /// The token of a service; with `None`, calls need no token.
-    ///
-    /// # Errors
-    /// When it is too short: the reason, for people.
-    pub fn new(token: Option<&str>) -> Result<Token, String> {
-        if token.is_some_and(|token| token.len() < LEAST_CHARACTERS) {
-            return Err(format!("is shorter than {LEAST_CHARACTERS} characters"));
-        }
-        Ok(Token::expecting(token))
-    }
-
-    /// Whether calls need a token.
-    pub(crate) fn is_set(&self) -> bool {
-        self.expected.is_some()
-    }
-
-    fn expecting(token: Option<&str>) -> Token {
-        Token {
-            expected: token.map(Arc::from),
+impl Gate {
+    /// The gate of a service with these tokens, which may change.
+    pub fn new(tokens: watch::Receiver<Tokens>) -> Gate {
+        Gate {
+            tokens,
             last_refusal_log: Arc::default(),
         }
     }
 
-    /// Looks for the token in the headers of a call.
+    /// One that asks for no token.
+    #[cfg(test)]
+    pub(crate) fn open() -> Gate {
+        Gate::new(watch::channel(Tokens::default()).1)
+    }
+
+    /// Whether calls need a token.
+    pub(crate) fn needs_token(&self) -> bool {
+        self.tokens.borrow().are_needed
+    }
+
+    /// Looks for a token in the headers of a call: its holder, or `None` where none is needed.
     ///
     /// # Errors
     /// When the token is missing or wrong: the reason, for people.
-    pub(crate) fn check(&self, headers: &HeaderMap) -> Result<(), &'static str> {
-        let Some(expected) = &self.expected else {
-            return Ok(());
-        };
+    fn check(&self, headers: &HeaderMap) -> Result<Option<Arc<Holder>>, &'static str> {
+        let tokens = self.tokens.borrow();
+        if !tokens.are_needed {
+            return Ok(None);
+        }
         let sent = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
         match sent.and_then(bearer) {
-            Some(token) if same(token.as_bytes(), expected.as_bytes()) => Ok(()),
-            Some(_) => Err("the token is wrong"),
+            Some(token) => tokens.holder_of(token, SystemTime::now()).map(Some),
             None => Err("this service requires a token: send `authorization: Bearer TOKEN`"),
         }
     }
 
     /// Logs a refusal; one a second at the most, so that an attack cannot fill the disk.
-    pub(crate) fn log_refusal(&self, client: Client, why: &str) {
+    fn log_refusal(&self, client: Client, why: &str) {
         if !lock(&self.last_refusal_log).allow(REFUSAL_LOG_INTERVAL) {
             return;
         }
@@ -80,17 +76,39 @@ impl Token {
     }
 }
 
+/// Refuses a call, or what a field of it asks for, to a holder with a smaller role.
+pub(crate) fn check_role(what: &str, needed: Role, holder: &Holder) -> Result<(), Refusal> {
+    if holder.role >= needed {
+        return Ok(());
+    }
+    Err(Refusal::RoleRequired(format!(
+        "{what} needs a token with the role {needed}, and that of {:?} has the role {}: ask who runs the service for another one",
+        holder.name, holder.role
+    )))
+}
+
+/// Refuses a call to a holder with a smaller role than its method needs.
+fn check_method(method: &Method, holder: &Holder) -> Result<(), Refusal> {
+    match method.needs {
+        Needs::Nothing => Ok(()),
+        Needs::Role(needed) => {
+            let call = method.path.rsplit('/').next().unwrap_or_default();
+            check_role(call, needed, holder)
+        }
+    }
+}
+
 /// A service whose callers have shown the token, or call a method that needs none.
 #[derive(Clone)]
 pub(crate) struct Access<S> {
     inner: S,
-    token: Token,
+    gate: Gate,
     answer: Answer,
 }
 
 impl<S> Access<S> {
-    pub(crate) fn new(inner: S, token: Token, answer: Answer) -> Access<S> {
-        Access { inner, token, answer }
+    pub(crate) fn new(inner: S, gate: Gate, answer: Answer) -> Access<S> {
+        Access { inner, gate, answer }
     }
 }
 
@@ -108,16 +126,22 @@ where
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
         let method = method_at(request.uri().path().trim_start_matches('/'));
-        let checked = self.token.check(request.headers());
-        if let Err(why) = checked
-            && method.needs != Needs::Nothing
-        {
-            self.token.log_refusal(client_of(&request), why);
-            let refusal = Refusal::Unauthenticated(why.to_owned());
+        let checked = self.gate.check(request.headers());
+        let refused = match &checked {
+            Err(why) if method.needs != Needs::Nothing => Some(Refusal::Unauthenticated((*why).to_owned())),
+            Ok(Some(holder)) => check_method(method, holder).err(),
+            _ => None,
+        };
+        if let Some(refusal) = refused {
+            self.gate.log_refusal(client_of(&request), &refusal.to_string());
             return Either::Left(ready(Ok((self.answer)(refusal))));
         }
-        let is_known = checked.is_ok();
-        request.extensions_mut().insert(Admitted { method, is_known });
+        let (is_known, holder) = (checked.is_ok(), checked.ok().flatten());
+        request.extensions_mut().insert(Admitted {
+            method,
+            is_known,
+            holder,
+        });
         Either::Right(self.inner.call(request))
     }
 }
@@ -130,26 +154,30 @@ fn bearer(header: &str) -> Option<&str> {
         .then(|| token.trim_start_matches(' '))
 }
 
-/// Constant-time comparison.
-fn same(a: &[u8], b: &[u8]) -> bool {
-    a.len() == b.len() && a.iter().zip(b).fold(0, |difference, (x, y)| difference | (x ^ y)) == 0
-}
-
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use access::{Allowance, TokenStore};
 
-    fn call(token: &Token, header: Option<&'static str>) -> bool {
+    use super::*;
+    use crate::methods::methods;
+
+    fn gate(token: Option<&str>) -> Gate {
+        let folder = tempfile::tempdir().unwrap();
+        let tokens = Tokens::read(&TokenStore::of(folder.path()), token).unwrap();
+        Gate::new(watch::channel(tokens).1)
+    }
+
+    fn passes(gate: &Gate, header: Option<&'static str>) -> bool {
         let headers = header.map(|header| (AUTHORIZATION, header.parse().unwrap()));
-        token.check(&headers.into_iter().collect()).is_ok()
+        gate.check(&headers.into_iter().collect()).is_ok()
     }
 
     #[test]
     fn only_the_right_token_passes() {
-        let token = Token::expecting(Some("0123456789abcdef"));
-        assert!(call(&token, Some("Bearer 0123456789abcdef")));
-        assert!(call(&token, Some("bearer 0123456789abcdef")));
-        assert!(call(&token, Some("BEARER  0123456789abcdef")));
+        let set = gate(Some("0123456789abcdef"));
+        assert!(passes(&set, Some("Bearer 0123456789abcdef")));
+        assert!(passes(&set, Some("bearer 0123456789abcdef")));
+        assert!(passes(&set, Some("BEARER  0123456789abcdef")));
         for wrong in [
             None,
             Some("Basic 0123456789abcdef"),
@@ -158,14 +186,44 @@ mod tests {
             Some("Bearer "),
             Some("0123456789abcdef"),
         ] {
-            assert!(!call(&token, wrong), "{wrong:?}");
+            assert!(!passes(&set, wrong), "{wrong:?}");
         }
-        assert!(call(&Token::expecting(None), None));
+        assert!(passes(&gate(None), None));
     }
 
     #[test]
-    fn a_short_token_is_refused() {
-        assert!(Token::new(Some("short")).is_err());
-        assert!(Token::new(Some("0123456789abcdef")).is_ok());
+    fn a_role_may_call_what_needs_it_or_a_smaller_one() {
+        let holder = |role| Holder {
+            name: "alice".to_owned(),
+            role,
+            allowance: Allowance::default(),
+        };
+        let may_call = |role| {
+            let calls = methods().filter(|method| check_method(method, &holder(role)).is_ok());
+            calls.map(|method| method.path).collect::<Vec<_>>()
+        };
+        let (observes, generates) = (may_call(Role::Observe), may_call(Role::Generate));
+        assert_eq!(may_call(Role::Administer).len(), methods().count());
+        for (calls, path, may) in [
+            (&observes, "moored.v1.Residency/GetStatus", true),
+            (&observes, "moored.v1.Generation/GenerateImage", false),
+            (&observes, "moored.v1.Jobs/Cancel", false),
+            (&generates, "moored.v1.Residency/GetStatus", true),
+            (&generates, "moored.v1.Generation/GenerateImage", true),
+            (&generates, "moored.v1.Residency/Unload", false),
+            (&generates, "moored.v1.Hub/PullModel", false),
+        ] {
+            assert_eq!(calls.contains(&path), may, "{path}");
+        }
+        let told = check_method(
+            crate::methods::method_at("moored.v1.Residency/Unload"),
+            &holder(Role::Generate),
+        );
+        let Err(Refusal::RoleRequired(told)) = told else {
+            panic!("{told:?}");
+        };
+        for word in ["Unload", "administer", "alice", "generate"] {
+            assert!(told.contains(word), "{told}");
+        }
     }
 }

@@ -118,6 +118,7 @@ impl generation_server::Generation for GenerationService {
         let mut chunks = messages_of(request);
         while let Some(chunk) = chunks.next().await {
             let v1::LatentChunk { info, chunk } = chunk?;
+            self.0.receive(chunk.len(), &caller).map_err(|e| status_of(&e))?;
             let added = upload.add(info.map(latent_in), &chunk);
             added.map_err(|e| status_of(&e))?;
         }
@@ -130,7 +131,8 @@ impl generation_server::Generation for GenerationService {
         &self,
         request: Request<v1::ReleaseLatentRequest>,
     ) -> Result<Response<v1::ReleaseLatentResponse>, Status> {
-        let released = self.0.release_latent(&asked(request)?.latent_id).await;
+        let caller = caller_of(&request);
+        let released = self.0.release_latent(&asked(request)?.latent_id, &caller).await;
         Ok(Response::new(v1::ReleaseLatentResponse { released }))
     }
 
@@ -138,10 +140,12 @@ impl generation_server::Generation for GenerationService {
         &self,
         request: Request<Streaming<v1::MediaChunk>>,
     ) -> Result<Response<v1::MediaInfo>, Status> {
-        let mut upload = self.0.media_upload(&caller_of(&request));
+        let caller = caller_of(&request);
+        let mut upload = self.0.media_upload(&caller);
         let mut chunks = messages_of(request);
         while let Some(chunk) = chunks.next().await {
             let v1::MediaChunk { info, chunk } = chunk?;
+            self.0.receive(chunk.len(), &caller).map_err(|e| status_of(&e))?;
             let added = upload.add(info.map(media_in), &chunk);
             added.map_err(|e| status_of(&e))?;
         }
@@ -153,7 +157,8 @@ impl generation_server::Generation for GenerationService {
         &self,
         request: Request<v1::ReleaseMediaRequest>,
     ) -> Result<Response<v1::ReleaseMediaResponse>, Status> {
-        let released = self.0.release_media(&asked(request)?.media_id);
+        let caller = caller_of(&request);
+        let released = self.0.release_media(&asked(request)?.media_id, &caller);
         Ok(Response::new(v1::ReleaseMediaResponse { released }))
     }
 }

@@ -19,5 +19,6 @@ mod server;
 mod sessions;
 mod status;
 
-pub use access::Token;
+pub use access::Gate;
+pub use limits::Tls;
 pub use server::{GrpcSettings, TransportError, serve};

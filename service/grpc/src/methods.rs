@@ -1,8 +1,10 @@
 //! The gRPC methods, a row for each: the bounds of its requests, its access, the places of its calls, and the capability that it
 //! announces.
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use access::{Holder, Role};
 use calls::SESSION_MESSAGE_BYTES;
 
 /// Most bytes of a request without media and latents. A prompt is 40 KB at the most.
@@ -59,8 +61,8 @@ impl Requests {
 pub(crate) enum Needs {
     /// Anybody.
     Nothing,
-    /// Clients with the token, if there is one.
-    Token,
+    /// Clients with a token of this role or a greater one, where tokens are asked for.
+    Role(Role),
 }
 
 /// A gRPC method.
@@ -79,12 +81,12 @@ pub(crate) struct Method {
 }
 
 impl Method {
-    /// A method with small requests, for clients with the token.
-    const fn new(path: &'static str) -> Method {
+    /// A method with small requests.
+    const fn new(path: &'static str, needs: Needs) -> Method {
         Method {
             path,
             requests: Requests::Small,
-            needs: Needs::Token,
+            needs,
             is_spare: false,
             is_endless: false,
             capability: None,
@@ -93,11 +95,7 @@ impl Method {
 
     /// A method that needs no token.
     const fn public(path: &'static str) -> Method {
-        let method = Method::new(path);
-        Method {
-            needs: Needs::Nothing,
-            ..method
-        }
+        Method::new(path, Needs::Nothing)
     }
 
     const fn takes(self, requests: Requests) -> Method {
@@ -126,38 +124,42 @@ impl Method {
     }
 }
 
+const OBSERVE: Needs = Needs::Role(Role::Observe);
+const GENERATE: Needs = Needs::Role(Role::Generate);
+const ADMINISTER: Needs = Needs::Role(Role::Administer);
+
 /// Every method, ours and those of health and reflection. A test holds it to the descriptors.
 #[rustfmt::skip] // a line each
 const METHODS: [Method; 34] = [
-    Method::new("moored.v1.Generation/GenerateImage").takes(Requests::Large).announces("text_to_image"),
-    Method::new("moored.v1.Generation/GenerateVideo").takes(Requests::Large),
-    Method::new("moored.v1.Generation/GenerateAudio"),
-    Method::new("moored.v1.Generation/StreamAudio").takes(Requests::Session).announces("audio_sessions"),
-    Method::new("moored.v1.Generation/EncodeImage").takes(Requests::Large).announces("encode_image"),
-    Method::new("moored.v1.Generation/DecodeLatent").announces("decode_latent"),
-    Method::new("moored.v1.Generation/GetLatent"),
-    Method::new("moored.v1.Generation/PutLatent").takes(Requests::Large).announces("latents"),
-    Method::new("moored.v1.Generation/ReleaseLatent"),
-    Method::new("moored.v1.Generation/PutMedia").takes(Requests::SelfCounted).announces("media"),
-    Method::new("moored.v1.Generation/ReleaseMedia"),
-    Method::new("moored.v1.Hub/PlanPull"),
-    Method::new("moored.v1.Hub/PullModel"),
-    Method::new("moored.v1.Jobs/List").spare(),
-    Method::new("moored.v1.Jobs/Cancel").spare(),
-    Method::new("moored.v1.Residency/ListModels"),
-    Method::new("moored.v1.Residency/Load"),
-    Method::new("moored.v1.Residency/Unload"),
-    Method::new("moored.v1.Residency/Pin"),
-    Method::new("moored.v1.Residency/Hold"),
-    Method::new("moored.v1.Residency/ReleaseHold"),
-    Method::new("moored.v1.Residency/Plan").takes(Requests::Large),
-    Method::new("moored.v1.Residency/GetStatus").spare(),
-    Method::new("moored.v1.Residency/WatchStatus"),
-    Method::new("moored.v1.Residency/Trim"),
-    Method::new("moored.v1.Residency/Reserve").announces("reserve"),
-    Method::new("moored.v1.Residency/ReleaseReservation"),
-    Method::new("moored.v1.Residency/Recycle"),
-    Method::new("moored.v1.Server/GetServerInfo"),
+    Method::new("moored.v1.Generation/GenerateImage", GENERATE).takes(Requests::Large).announces("text_to_image"),
+    Method::new("moored.v1.Generation/GenerateVideo", GENERATE).takes(Requests::Large),
+    Method::new("moored.v1.Generation/GenerateAudio", GENERATE),
+    Method::new("moored.v1.Generation/StreamAudio", GENERATE).takes(Requests::Session).announces("audio_sessions"),
+    Method::new("moored.v1.Generation/EncodeImage", GENERATE).takes(Requests::Large).announces("encode_image"),
+    Method::new("moored.v1.Generation/DecodeLatent", GENERATE).announces("decode_latent"),
+    Method::new("moored.v1.Generation/GetLatent", GENERATE),
+    Method::new("moored.v1.Generation/PutLatent", GENERATE).takes(Requests::Large).announces("latents"),
+    Method::new("moored.v1.Generation/ReleaseLatent", GENERATE),
+    Method::new("moored.v1.Generation/PutMedia", GENERATE).takes(Requests::SelfCounted).announces("media"),
+    Method::new("moored.v1.Generation/ReleaseMedia", GENERATE),
+    Method::new("moored.v1.Hub/PlanPull", GENERATE),
+    Method::new("moored.v1.Hub/PullModel", ADMINISTER),
+    Method::new("moored.v1.Jobs/List", OBSERVE).spare(),
+    Method::new("moored.v1.Jobs/Cancel", GENERATE).spare(),
+    Method::new("moored.v1.Residency/ListModels", OBSERVE),
+    Method::new("moored.v1.Residency/Load", GENERATE),
+    Method::new("moored.v1.Residency/Unload", ADMINISTER),
+    Method::new("moored.v1.Residency/Pin", ADMINISTER),
+    Method::new("moored.v1.Residency/Hold", GENERATE),
+    Method::new("moored.v1.Residency/ReleaseHold", GENERATE),
+    Method::new("moored.v1.Residency/Plan", GENERATE).takes(Requests::Large),
+    Method::new("moored.v1.Residency/GetStatus", OBSERVE).spare(),
+    Method::new("moored.v1.Residency/WatchStatus", OBSERVE),
+    Method::new("moored.v1.Residency/Trim", ADMINISTER),
+    Method::new("moored.v1.Residency/Reserve", ADMINISTER).announces("reserve"),
+    Method::new("moored.v1.Residency/ReleaseReservation", ADMINISTER),
+    Method::new("moored.v1.Residency/Recycle", ADMINISTER),
+    Method::new("moored.v1.Server/GetServerInfo", OBSERVE),
     Method::public("grpc.health.v1.Health/Check").spare(),
     Method::public("grpc.health.v1.Health/Watch").endless(),
     Method::public("grpc.health.v1.Health/List"),
@@ -165,8 +167,9 @@ const METHODS: [Method; 34] = [
     Method::public("grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"),
 ];
 
-/// A method that does not exist. It is refused after the check of the token.
-const UNKNOWN: Method = Method::new("");
+/// A method that does not exist, or has no row. It is refused after the check of the token, and only to whom all else is allowed it is said
+/// that it does not exist.
+const UNKNOWN: Method = Method::new("", ADMINISTER);
 
 /// The method at a path without its first slash.
 pub(crate) fn method_at(path: &str) -> &'static Method {
@@ -176,12 +179,20 @@ pub(crate) fn method_at(path: &str) -> &'static Method {
         .unwrap_or(&UNKNOWN)
 }
 
+/// All methods.
+#[cfg(test)]
+pub(crate) fn methods() -> impl Iterator<Item = &'static Method> {
+    METHODS.iter()
+}
+
 /// A call that was let in, in the extensions of its request.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Admitted {
     pub(crate) method: &'static Method,
-    /// Whether its caller has shown the token, or none is needed.
+    /// Whether its caller has shown a token, or none is needed.
     pub(crate) is_known: bool,
+    /// Whose token it carries; `None` where none is needed.
+    pub(crate) holder: Option<Arc<Holder>>,
 }
 
 /// Capabilities of requests' fields, which no method has alone.
@@ -252,9 +263,14 @@ mod tests {
                     is_session || is_large != (row.requests == Requests::Small),
                     "{path}"
                 );
-                assert_eq!(row.needs, Needs::Token, "{path}");
+                assert!(matches!(row.needs, Needs::Role(_)), "{path} has no role");
             }
         }
+        assert_eq!(
+            method_at("moored.v1.Residency/New").needs,
+            ADMINISTER,
+            "one without a row"
+        );
         let others = ["grpc.health.v1.", "grpc.reflection."];
         let is_other = |path: &&str| others.iter().any(|package| path.starts_with(package));
         assert!(rows.iter().all(is_other), "{rows:?}");

@@ -1,13 +1,19 @@
 //! Refusals of calls by the layers before their methods, in plain types: each protocol server makes its own answer of them.
 
 /// Why a call is refused.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Refusal {
     /// The token is missing or wrong.
+    #[error("{0}")]
     Unauthenticated(String),
+    /// The token has a role that may not do this.
+    #[error("{0}")]
+    RoleRequired(String),
     /// The client has as much as it may, or is too slow.
+    #[error("{0}")]
     ClientLimit(String),
     /// A message of a stream is longer than its method takes.
+    #[error("has {bytes} bytes; {most} are the most")]
     TooLongMessage { bytes: u64, most: u64 },
 }
 

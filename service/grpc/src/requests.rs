@@ -16,6 +16,7 @@ use model::{MediaFormat, RequestError, Sampling, StrengthPoint};
 use residency::Bytes;
 use tonic::{Request, Status, Streaming};
 
+use crate::methods::Admitted;
 use crate::status::status_of;
 
 /// The message of a request.
@@ -67,7 +68,12 @@ pub(crate) fn caller_of<T>(request: &Request<T>) -> Caller {
         .and_then(|value| value.to_str().ok())
         .and_then(timeout_of);
     let address: Option<SocketAddr> = request.remote_addr();
-    Caller::new(address, timeout)
+    let admitted = request.extensions().get::<Admitted>();
+    Caller::new(
+        address,
+        timeout,
+        admitted.and_then(|admitted| admitted.holder.clone()),
+    )
 }
 
 /// `grpc-timeout`: at most eight digits and a unit.

@@ -3,14 +3,17 @@
 use std::pin::Pin;
 use std::time::Duration;
 
+use access::Role;
 use api::v1;
 use api::v1::residency_server;
 use calls::{CardMemory, invalid};
 use futures::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status};
 
+use crate::access::check_role;
 use crate::convert::{freed_out, kept_out, listed_out, plan_out, status_out};
 use crate::events::{EventStream, events_of};
+use crate::methods::Admitted;
 use crate::requests::{asked, caller_of, load_in, model_in, planned_in, reservation_in, ttl_in};
 use crate::status::status_of;
 
@@ -46,7 +49,15 @@ impl residency_server::Residency for ResidencyService {
 
     async fn load(&self, request: Request<v1::LoadRequest>) -> Result<Response<EventStream>, Status> {
         let caller = caller_of(&request);
-        let started = self.0.load(load_in(asked(request)?), &caller).await;
+        let admitted = request.extensions().get::<Admitted>().cloned();
+        let request = asked(request)?;
+        if request.replace.is_some()
+            && let Some(holder) = admitted.and_then(|admitted| admitted.holder)
+        {
+            // It unloads another model, and takes over its pins.
+            check_role("Load with `replace`", Role::Administer, &holder)?;
+        }
+        let started = self.0.load(load_in(request), &caller).await;
         events_of(started)
     }
 
@@ -99,7 +110,8 @@ impl residency_server::Residency for ResidencyService {
         &self,
         request: Request<v1::ReleaseHoldRequest>,
     ) -> Result<Response<v1::ReleaseHoldResponse>, Status> {
-        let released = self.0.release_hold(&asked(request)?.hold_id).await;
+        let caller = caller_of(&request);
+        let released = self.0.release_hold(&asked(request)?.hold_id, &caller).await;
         Ok(Response::new(v1::ReleaseHoldResponse { released }))
     }
 

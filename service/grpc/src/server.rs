@@ -16,13 +16,13 @@ use tonic::service::Routes;
 use tonic::transport::Server as Transport;
 use tonic::{Request, Response, Status};
 
-use crate::access::{Access, Token};
+use crate::access::{Access, Gate};
 use crate::convert::card_kind_out;
 use crate::generation::GenerationService;
 use crate::health;
 use crate::hub::HubService;
 use crate::jobs::JobsService;
-use crate::limits::{Limited, Limits};
+use crate::limits::{Limited, Limits, Tls};
 use crate::methods::capabilities;
 use crate::residency::ResidencyService;
 use crate::status::{answer_of, status_of};
@@ -41,8 +41,10 @@ const KEEP_ALIVE: std::time::Duration = std::time::Duration::from_secs(20);
 /// Settings of the server.
 pub struct GrpcSettings {
     pub limits: LimitSettings,
-    /// The token that calls must carry.
-    pub token: Token,
+    /// The tokens of which calls must carry one.
+    pub gate: Gate,
+    /// The certificates of connections; `None`: they are not encrypted.
+    pub tls: Option<Tls>,
     /// The longest message, in both directions.
     pub max_message: Bytes,
     /// Names of the families of models that the service runs.
@@ -64,9 +66,9 @@ pub async fn serve(
     listener: TcpListener,
     mut stopped: watch::Receiver<bool>,
 ) -> Result<(), TransportError> {
-    let limits = Limits::new(&settings.limits, settings.token.is_set(), service.uploads.clone());
-    let token = settings.token.clone();
-    let incoming = limits.accept(listener);
+    let limits = Limits::new(&settings.limits, settings.gate.clone(), service.uploads.clone());
+    let gate = settings.gate.clone();
+    let incoming = limits.accept(listener, settings.tls.clone());
     let limit = usize::try_from(settings.max_message.0).unwrap_or(usize::MAX);
     let (reporter, health_service) = tonic_health::server::health_reporter();
     health::report(reporter, service.card_memory.reports(), service.stopping.clone()).await;
@@ -111,7 +113,7 @@ pub async fn serve(
         .serve_with_incoming_shutdown(
             Access::new(
                 Limited::new(routes.routes().prepare(), limits.clone(), answer_of),
-                token,
+                gate,
                 answer_of,
             ),
             incoming,

@@ -46,6 +46,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
                 None => info_with(reason, [("how", how.to_owned())]),
             }
         }
+        Error::TokenLimit { limit, .. } => info_with(reason, [("limit", (*limit).to_owned())]),
         Error::NotOpened(NotOpened::Silent { .. }) => disk_info(SILENT),
         Error::NotOpened(NotOpened::Busy { .. }) => disk_info(BUSY),
         _ => error_info(reason),
@@ -66,6 +67,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::InputsFull { .. }
         | Error::ClientLimit(_)
         | Error::ShuttingDown => details.push(retry(RETRY_FULL_QUEUE)),
+        Error::TokenLimit { retry_after, .. } => details.extend(retry_after.map(retry)),
         Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
         Error::NotOpened(_) => details.push(retry(RETRY_DISK)),
         Error::ModelNotFound { .. }
@@ -115,14 +117,15 @@ impl From<Refusal> for Status {
                 let details = vec![error_info(Reason::Unauthenticated)];
                 with_details(Code::Unauthenticated, &problem, details)
             }
+            Refusal::RoleRequired(problem) => {
+                let details = vec![error_info(Reason::RoleRequired)];
+                with_details(Code::PermissionDenied, &problem, details)
+            }
             Refusal::ClientLimit(problem) => {
                 let details = vec![error_info(Reason::ClientLimit), retry(RETRY_FULL_QUEUE)];
                 with_details(Code::ResourceExhausted, &problem, details)
             }
-            Refusal::TooLongMessage { bytes, most } => status_of(&invalid(
-                "message",
-                format!("has {bytes} bytes; {most} are the most"),
-            )),
+            long @ Refusal::TooLongMessage { .. } => status_of(&invalid("message", long.to_string())),
         }
     }
 }
@@ -153,6 +156,7 @@ fn code_of(error: &Error) -> (Code, Reason) {
             (Code::InvalidArgument, Reason::InvalidRequest)
         }
         Error::ClientLimit(_) | Error::TooManyJobs(_) => (Code::ResourceExhausted, Reason::ClientLimit),
+        Error::TokenLimit { .. } => (Code::ResourceExhausted, Reason::TokenLimit),
         Error::ModelNotFound { .. } => (Code::NotFound, Reason::ModelNotFound),
         Error::ModelDamaged(_) => (Code::FailedPrecondition, Reason::ModelDamaged),
         Error::ModelChanged(_) => (Code::Aborted, Reason::ModelChanged),

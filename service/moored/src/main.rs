@@ -1,5 +1,6 @@
 //! SERVES. The program: it wires the service together, runs it and its workers, and has the command line.
 
+mod credentials;
 #[cfg(test)]
 #[path = "../../gpu/tests/edits/mod.rs"]
 mod edits;

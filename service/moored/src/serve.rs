@@ -6,13 +6,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use access::{CertificatesError, TokenError};
 use calls::{Bounds, Host, ModelRef, Models, Parts, Service, WorkerPids, first_card_of, millis};
-use config::bounded;
 use config::{CardSettings, Config};
 use engine::library::Library;
 use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
-use grpc::{GrpcSettings, Token, TransportError};
+use grpc::{Gate, GrpcSettings, TransportError};
 use hub::{Hub, Pulls};
 use model::Families;
 use residency::{Patience, Policy};
@@ -20,6 +20,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
+use crate::credentials::{Lacks, check_exposure, tls_of, tokens_of};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::memory;
 use crate::preload;
@@ -34,9 +35,18 @@ const COPY_LIMIT: Duration = Duration::from_secs(2);
 /// Why the service could not start.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ServeError {
-    /// The token file cannot be read.
-    #[error("{0}")]
-    Token(String),
+    /// The tokens cannot be read.
+    #[error(transparent)]
+    Tokens(#[from] TokenError),
+    /// The certificates cannot be used.
+    #[error(transparent)]
+    Certificates(#[from] CertificatesError),
+    /// Other machines could use it, or read what is sent.
+    #[error(
+        "service.listen is {address}, which other machines reach, and {}\n  `moored serve --init` makes a certificate and a token for them; \
+         {}", lacks.problem(), lacks.remedy()
+    )]
+    Exposed { address: SocketAddr, lacks: Lacks },
     /// The address cannot be bound.
     #[error(
         "cannot listen on {address}: {problem}; is another service there? (`--listen` takes another address)"
@@ -90,8 +100,11 @@ pub(crate) async fn run(
 ) -> Result<(), ServeError> {
     let mut timeline = Timeline::begin("start the service");
     memory::start_trimming();
-    let token = read_token(config.service.token_file.as_deref()).map_err(ServeError::Token)?;
     make_state_folder(&config.service.state)?;
+    let tokens = tokens_of(&config.service)?;
+    let needs_token = tokens.borrow().are_needed;
+    check_exposure(&config.service, needs_token)?;
+    let tls = tls_of(&config.service)?;
     timeline.part("token and folders");
     let early = EarlyWorker::start();
     let cards = find_cards(&config.cards).await?;
@@ -138,7 +151,8 @@ pub(crate) async fn run(
     });
     let settings = GrpcSettings {
         limits: config.limits.clone(),
-        token,
+        gate: Gate::new(tokens),
+        tls,
         max_message: config.service.max_message,
         families: families.names().into_iter().map(str::to_owned).collect(),
     };
@@ -154,7 +168,7 @@ pub(crate) async fn run(
         shut_down(queue, config.service.drain, stop, stopping, stopped).map_err(ServeError::Signals)?;
     let names: Vec<String> = cards.iter().map(|(device, _)| device.to_string()).collect();
     tracing::info!(%address, cards = names.join(" "), "moored is listening");
-    log_access(&config, address);
+    log_access(&config, address, needs_token);
     // Not awaited: a folder that does not answer must not delay the start.
     drop(tokio::task::spawn_blocking(move || log_models(&config, &models)));
     if let Some(ready) = ready {
@@ -169,21 +183,6 @@ pub(crate) async fn run(
     close(card_tasks.tasks, library, serving).await?;
     tracing::info!("stopped");
     Ok(())
-}
-
-/// The token in a file, which calls must carry; without a file they need none.
-fn read_token(file: Option<&Path>) -> Result<Token, String> {
-    let unusable =
-        |file: &Path, problem: String| format!("the token file {} cannot be used: {problem}", file.display());
-    let read = |file: &Path| bounded::token(file).map_err(|problem| unusable(file, problem.to_string()));
-    let token = file.map(read).transpose()?;
-    let short = |problem: String| {
-        format!(
-            "the token in {} {problem}",
-            file.unwrap_or(Path::new("")).display()
-        )
-    };
-    Token::new(token.as_deref()).map_err(short)
 }
 
 fn make_state_folder(folder: &Path) -> Result<(), ServeError> {
@@ -221,26 +220,38 @@ async fn close(
 }
 
 /// Logs who may use the service, and a command to try.
-fn log_access(config: &Config, address: SocketAddr) {
-    let token = config.service.token_file.is_some();
+fn log_access(config: &Config, address: SocketAddr, token: bool) {
+    let is_encrypted = config.service.certificates.is_some();
     if address.ip().is_loopback() {
         let who = if token {
-            "programs of this machine that have the token"
+            "programs of this machine that have a token"
         } else {
             "every program of this machine"
         };
         tracing::info!(token, "{who} may use it");
+    } else if is_encrypted && token {
+        tracing::info!("other machines may use it with a token");
     } else {
-        tracing::warn!(
-            token,
-            "other machines may use it with the token; the connection is not encrypted, so put a proxy with TLS or a tunnel \
-             in front of it"
-        );
+        let without = match (is_encrypted, token) {
+            (true, _) => "everybody who reaches it may use it, as service.allow_without_tokens says",
+            (false, true) => {
+                "other machines may use it with a token, and connections are not encrypted, as service.allow_without_tls says: \
+                 put a proxy with TLS or a tunnel in front of it"
+            }
+            (false, false) => {
+                "everybody who reaches it may use it, and read what others send, as the configuration says"
+            }
+        };
+        tracing::warn!(token, "{without}");
     }
+    let scheme = match is_encrypted {
+        true => "https",
+        false => "http",
+    };
     let endpoint = match address.port() {
-        50051 if address.ip().is_loopback() => String::new(),
-        port if address.ip().is_unspecified() => format!(" --endpoint http://127.0.0.1:{port}"),
-        _ => format!(" --endpoint http://{address}"),
+        50051 if address.ip().is_loopback() && !is_encrypted => String::new(),
+        port if address.ip().is_unspecified() => format!(" --endpoint {scheme}://127.0.0.1:{port}"),
+        _ => format!(" --endpoint {scheme}://{address}"),
     };
     tracing::info!("try: moored generate \"a red circle on a white background\"{endpoint}");
 }

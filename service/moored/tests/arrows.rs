@@ -5,7 +5,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-const CRATES: [&str; 16] = [
+const CRATES: [&str; 17] = [
+    "access",
     "residency",
     "gpu",
     "ops",
@@ -34,9 +35,11 @@ fn allowed(name: &str) -> &'static [&'static str] {
         "pipelines" => &["model", "ops", "gpu", "residency"],
         "engine" => &["model", "ops", "gpu", "residency", "turns"],
         "media" => &["model"],
-        "config" => &["model", "ops", "gpu", "residency", "wording"],
+        "access" => &["gpu", "wording"],
+        "config" => &["access", "model", "ops", "gpu", "residency", "wording"],
         "hub" => &["config", "model", "gpu", "residency", "wording", "turns"],
         "calls" => &[
+            "access",
             "turns",
             "engine",
             "media",
@@ -48,6 +51,7 @@ fn allowed(name: &str) -> &'static [&'static str] {
             "wording",
         ],
         "grpc" => &[
+            "access",
             "api",
             "calls",
             "engine",
@@ -59,6 +63,7 @@ fn allowed(name: &str) -> &'static [&'static str] {
             "wording",
         ],
         "cli" => &[
+            "access",
             "api",
             "media",
             "hub",
@@ -70,6 +75,7 @@ fn allowed(name: &str) -> &'static [&'static str] {
         ],
         // It wires all of them together.
         "moored" => &[
+            "access",
             "cli",
             "grpc",
             "calls",

@@ -50,7 +50,8 @@ class PanelPage:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=clean_environment(),
+            env=clean_environment()
+            | {"MOORED_CREDENTIALS": str(user_directory / "credentials" / "kept.json")},
         )
         assert self.process.stdout is not None
         port = self.process.stdout.readline().strip()

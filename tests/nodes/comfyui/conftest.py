@@ -46,6 +46,11 @@ def _no_settings_of_a_user() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _credentials_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOORED_CREDENTIALS", str(tmp_path / "credentials" / "kept.json"))
+
+
 @pytest.fixture(scope="session")
 def pack() -> ModuleType:
     """The pack, imported as a package of any name; its modules are attributes."""

@@ -80,8 +80,66 @@ def test_the_token_goes_to_the_usual_service_alone(
     settings(endpoint="box:2", token_file=token_file)
     assert connection.target().token == "secret"
     assert connection.target(connection.Server("http://box:2")).token == "secret"
-    assert connection.target(connection.Server("elsewhere:2")).token == ""
+    assert connection.target(connection.Server("elsewhere:2")).token is None
     assert "secret" not in repr(connection.target())
+
+
+def test_a_token_of_the_settings_stays_with_the_service_it_was_first_used_for(
+    connection: Any, settings: Settings, token_file: str
+) -> None:
+    """Everybody who opens ComfyUI's page may write its settings."""
+    settings(endpoint="box:2", token_file=token_file)
+    assert connection.target().token == "secret"
+    for other in ("stranger:2", "https://box:2", "box:3"):
+        settings(endpoint=other, token_file=token_file)
+        with pytest.raises(moored.Unauthenticated, match="belongs to http://box:2") as refused:
+            connection.target()
+        assert "secret" not in str(refused.value)
+    settings(endpoint="box:2", token_file=token_file)
+    assert connection.target().token == "secret"
+
+
+@pytest.mark.parametrize("named", ["a node", "the settings"])
+def test_what_is_sent_to_a_service_that_a_stranger_names(
+    connection: Any,
+    settings: Settings,
+    token_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    named: str,
+) -> None:
+    """Nothing of the settings and of the environment; what is kept for exactly that address."""
+    monkeypatch.syspath_prepend(str(ROOT / "client-py" / "tests"))
+    from scripted import Service as Scripted
+
+    scripted = Scripted()
+    scripted.on("GetStatus", residency_pb2.Status(uptime_ms=3))
+    server, address = scripted.start()
+    monkeypatch.setenv("MOORED_TOKEN_FILE", str(tmp_path / "moored" / "token"))
+    monkeypatch.setenv("MOORED_ENDPOINT", "box:1")
+    kept = tmp_path / "kept.json"
+    monkeypatch.setenv("MOORED_CREDENTIALS", str(kept))
+
+    def sent() -> Any:
+        if named == "the settings":
+            settings(endpoint=address)
+            target = connection.target()
+        else:
+            settings(endpoint="box:2", token_file=token_file)
+            target = connection.target(connection.Server(address))
+        asyncio.run(connection.run(lambda client: client.status(), target))
+        return scripted.metadata.get("authorization")
+
+    try:
+        assert sent() is None
+        for key, token in ((f"https://{address}", None), (f"http://{address}", "Bearer of-it")):
+            endpoints = {key: {"token": "of-it"}}
+            kept.write_text(json.dumps({"version": 1, "endpoints": endpoints}))
+            kept.chmod(0o600)
+            connection._clients.clear()
+            assert sent() == token
+    finally:
+        server.stop(None).wait()
 
 
 def test_the_token_of_the_environment_does_not_go_to_a_service_of_the_settings(
@@ -95,7 +153,7 @@ def test_the_token_of_the_environment_does_not_go_to_a_service_of_the_settings(
     settings(endpoint="http://box:1")
     assert connection.target().token == "of the environment"
     settings(endpoint="stranger:1")
-    assert connection.target().token == ""
+    assert connection.target().token is None
 
 
 @pytest.mark.parametrize("named_by", ["settings", "environment"])

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -675,6 +676,14 @@ def test_a_token_is_asked_for_and_comes_from_the_secrets(nowhere: Headless, tmp_
         assert "MOORED_TOKEN has characters that no token has" in fails(nowhere, node)
         nowhere.do(nowhere.ask(SetSecretValueRequest(key="MOORED_TOKEN", value=token)))
         succeeds(nowhere)
+        # The settings of a stranger's workspace lead the token nowhere else.
+        with socket.create_server(("127.0.0.1", 0)) as stranger:
+            other = f"127.0.0.1:{stranger.getsockname()[1]}"
+            nowhere.do(nowhere.settings(endpoint=other))
+            assert f"it belongs to http://{service.address}" in fails(nowhere, node)
+            stranger.settimeout(0)
+            with pytest.raises(BlockingIOError):
+                stranger.accept()
     finally:
         nowhere.do(nowhere.ask(SetSecretValueRequest(key="MOORED_TOKEN", value="")))
         service.kill()

@@ -97,6 +97,13 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """A disk or a network share of the service does not answer, or too many calls wait for it: that of a model, or of the hub's cache.
     `how` in the metadata is `silent` or `busy`. UNAVAILABLE, with RetryInfo.
     """
+    ROLE_REQUIRED: _Reason.ValueType  # 29
+    """The token has a role that may not do this. PERMISSION_DENIED."""
+    TOKEN_LIMIT: _Reason.ValueType  # 30
+    """The token may do no more of this: jobs at a time, pixels, seconds or bytes a minute, or other models than its own. `limit` in the
+    metadata names which of `jobs`, `pixels_per_minute`, `seconds_per_minute`, `bytes_per_minute` and `models`. RESOURCE_EXHAUSTED,
+    with RetryInfo where a time is known.
+    """
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Reasons of `ErrorInfo`, by name. Stable: clients match on them."""
@@ -170,6 +177,13 @@ again. ABORTED.
 DISK_NOT_READY: Reason.ValueType  # 28
 """A disk or a network share of the service does not answer, or too many calls wait for it: that of a model, or of the hub's cache.
 `how` in the metadata is `silent` or `busy`. UNAVAILABLE, with RetryInfo.
+"""
+ROLE_REQUIRED: Reason.ValueType  # 29
+"""The token has a role that may not do this. PERMISSION_DENIED."""
+TOKEN_LIMIT: Reason.ValueType  # 30
+"""The token may do no more of this: jobs at a time, pixels, seconds or bytes a minute, or other models than its own. `limit` in the
+metadata names which of `jobs`, `pixels_per_minute`, `seconds_per_minute`, `bytes_per_minute` and `models`. RESOURCE_EXHAUSTED,
+with RetryInfo where a time is known.
 """
 global___Reason = Reason
 

@@ -230,7 +230,7 @@ impl Generation {
         let model = open.model.clone();
         let (entry, format, resolved) = self.sounding_model(&model, &options).await?;
         let opened = OpenedSession::of(&open, resolved.clone(), format);
-        let source = self.source(&open.source_media_id, caller.client())?;
+        let source = self.source(&open.source_media_id, &caller)?;
         let held = Held::of(&self.queue, &entry, opened.session_id.clone()).await?;
         let (works, asked) = mpsc::unbounded_channel();
         let (send, reports) = mpsc::channel(MOST_REPORTS);
@@ -287,12 +287,12 @@ impl Generation {
     }
 
     /// An uploaded track, as the source of a session; `None` for an empty id.
-    fn source(&self, id: &str, client: Client) -> Result<Option<Source>, Error> {
+    fn source(&self, id: &str, caller: &Caller) -> Result<Option<Source>, Error> {
         if id.is_empty() {
             return Ok(None);
         }
-        let clip = self.media.track(SOURCE, id)?;
-        let taken = self.bounds.results.take(client, clip.data.len() as u64);
+        let clip = self.media.track(SOURCE, id, &caller.reach())?;
+        let taken = self.bounds.results.take(caller.client(), clip.data.len() as u64);
         let taken = taken.map_err(|_| {
             invalid(SOURCE, "takes more memory than this client has left: close a session, or raise limits.results_per_client")
         })?;
@@ -414,12 +414,12 @@ impl SegmentTask {
             }
             seed = run.request.seed;
         }
-        let job = self.generation.queue.submit(prepared.spec).await?;
+        let job = self.generation.submit(prepared.spec, &self.caller).await?;
         Ok((job, seed, prepared.model))
     }
 
     async fn replace_source(&mut self, number: u32, media_id: &str) {
-        let source = match self.generation.source(media_id, self.caller.client()) {
+        let source = match self.generation.source(media_id, &self.caller) {
             Ok(source) => source,
             Err(error) => return self.send(Report::Failed { number, error }).await,
         };
@@ -483,7 +483,7 @@ impl SegmentTask {
             entry: entry.clone(),
             work,
         };
-        let mut job = self.generation.queue.submit(spec).await?;
+        let mut job = self.generation.submit(spec, &self.caller).await?;
         while let Some(event) = job.next().await {
             match event.kind {
                 JobEventKind::Failed(error) => return Err(error),

@@ -8,6 +8,7 @@ use tokio::time::Instant;
 
 use super::report::ReservationStatus;
 use super::request::OpenModels;
+use crate::job::Reach;
 use crate::library::Entry;
 use crate::messages::Standing;
 
@@ -31,9 +32,16 @@ pub(super) struct Known {
 }
 
 struct Hold {
-    client: String,
+    owner: Holding,
     key: String,
     until: Instant,
+}
+
+/// Who holds a model: a client, by its name in its account.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Holding {
+    pub(super) client: String,
+    pub(super) account: String,
 }
 
 /// Who reserves memory.
@@ -148,7 +156,7 @@ impl Claims {
         self.holds
             .values()
             .find(|hold| hold.key == key)
-            .map(|hold| hold.client.as_str())
+            .map(|hold| hold.owner.client.as_str())
     }
 
     /// The holds of an entry.
@@ -176,21 +184,25 @@ impl Claims {
     }
 
     /// Renews the hold that a client has on an entry.
-    pub(super) fn renew_hold(&mut self, key: &str, client: &str, until: Instant) -> Option<String> {
+    pub(super) fn renew_hold(&mut self, key: &str, owner: &Holding, until: Instant) -> Option<String> {
         let mut same = self.holds.iter_mut();
-        let (id, hold) = same.find(|(_, hold)| hold.client == client && hold.key == key)?;
+        let (id, hold) = same.find(|(_, hold)| hold.owner == *owner && hold.key == key)?;
         hold.until = until;
         Some(id.clone())
     }
 
-    pub(super) fn hold(&mut self, key: String, client: String, until: Instant) -> String {
+    pub(super) fn hold(&mut self, key: String, owner: Holding, until: Instant) -> String {
         let id = format!("hold-{}", uuid::Uuid::new_v4().simple());
-        self.holds.insert(id.clone(), Hold { client, key, until });
+        self.holds.insert(id.clone(), Hold { owner, key, until });
         id
     }
 
-    pub(super) fn release_hold(&mut self, id: &str) -> bool {
-        self.holds.remove(id).is_some()
+    pub(super) fn release_hold(&mut self, id: &str, reach: &Reach) -> bool {
+        let is_there = self
+            .holds
+            .get(id)
+            .is_some_and(|hold| reach.has(&hold.owner.account));
+        is_there && self.holds.remove(id).is_some()
     }
 
     pub(super) fn reserve(&mut self, card: usize, by: Reserver, bytes: Bytes, until: Instant) -> String {

@@ -11,7 +11,7 @@ use super::record::{JobRecord, input_bytes};
 use super::replay::Replay;
 use super::report::JobInfo;
 use super::shared_store::{SharedStore, Stored, Taken};
-use crate::job::{JobEvent, JobId, JobWork};
+use crate::job::{JobEvent, JobId, JobWork, Reach};
 
 /// How long the events of a job with an idempotency key are kept after its end.
 const RETAINED_FOR: Duration = Duration::from_secs(60);
@@ -49,8 +49,9 @@ impl Ended {
         self.infos.iter()
     }
 
-    pub(super) fn knows(&self, id: &str) -> bool {
-        self.infos.iter().any(|info| &*info.id == id)
+    pub(super) fn knows(&self, id: &str, reach: &Reach) -> bool {
+        let mut infos = self.infos.iter();
+        infos.any(|info| &*info.id == id && reach.has(&info.account))
     }
 
     pub(super) fn by_key(&self, account: &str, key: &str) -> Option<&Retained> {

@@ -8,7 +8,7 @@ use residency::Bytes;
 use tokio::time::Instant;
 
 use crate::error::{Error, Shortfall};
-use crate::job::{JobId, Latent, LatentInfo};
+use crate::job::{JobId, Latent, LatentInfo, Reach};
 use crate::queue::shared_bound::Exceeded;
 use crate::queue::shared_store::{SharedStore, Stored, Taken};
 
@@ -155,6 +155,15 @@ impl Latents {
         self.kept.edit(id, |kept| kept.values.extend(values));
     }
 
+    /// Refuses a latent out of reach, in the words for one that is not there.
+    pub(super) fn check(&self, id: &str, reach: &Reach) -> Result<(), Error> {
+        let is_there = self.kept.get(id).is_some_and(|kept| reach.has(&kept.account));
+        match is_there {
+            true => Ok(()),
+            false => Err(Error::LatentNotFound(id.to_owned())),
+        }
+    }
+
     /// A latent with its tensors. This renews its time to live.
     pub(super) fn get(&mut self, id: &str, now: Instant) -> Result<Latent, Error> {
         let values = self.edit_known(id, |kept| {
@@ -208,9 +217,9 @@ impl Latents {
         given_up.is_ok()
     }
 
-    /// As [`Latents::give_up`], for all latents of a job.
-    pub(super) fn give_up_made_by(&mut self, job: &str) {
-        let by_job = |kept: &StoredLatent| kept.made_by.as_deref() == Some(job);
+    /// As [`Latents::give_up`], for all latents of a job that are within reach.
+    pub(super) fn give_up_made_by(&mut self, job: &str, reach: &Reach) {
+        let by_job = |kept: &StoredLatent| kept.made_by.as_deref() == Some(job) && reach.has(&kept.account);
         let made = self.kept.iter().filter(|(_, kept)| by_job(kept));
         let made: Vec<String> = made.map(|(id, _)| id.clone()).collect();
         for id in made {

@@ -73,7 +73,7 @@ use shell::Shell;
 use unloads::EntryToUnload;
 
 use crate::error::Error;
-use crate::job::{JobSpec, JobWork, Latent, LatentInfo, Run};
+use crate::job::{JobSpec, JobWork, Latent, LatentInfo, Reach, Run};
 use crate::library::{Entry, Library};
 use crate::messages::{Command, Event};
 use crate::moved::Reserved;
@@ -213,9 +213,18 @@ pub struct Queue {
     inputs: mpsc::UnboundedSender<Input>,
     status: watch::Receiver<Arc<StatusReport>>,
     library: Arc<Library>,
+    reach: Reach,
 }
 
 impl Queue {
+    /// The same queue for a call that may use what is within this reach alone: jobs to cancel, latents, holds.
+    pub fn within(&self, reach: Reach) -> Queue {
+        Queue {
+            reach,
+            ..self.clone()
+        }
+    }
+
     /// Starts the queue's task on the current runtime.
     pub fn start(
         settings: Settings,
@@ -243,6 +252,7 @@ impl Queue {
             inputs,
             status,
             library,
+            reach: Reach::All,
         }
     }
 
@@ -265,8 +275,8 @@ impl Queue {
     /// # Errors
     /// [`Error::JobNotFound`].
     pub async fn cancel(&self, id: &str, client: String) -> Result<bool, Error> {
-        let id = id.to_owned();
-        self.call(move |core, now| core.cancel(&id, client, false, now))
+        let (id, reach) = (id.to_owned(), self.reach.clone());
+        self.call(move |core, now| core.cancel(&id, client, false, &reach, now))
             .await?
     }
 
@@ -276,8 +286,8 @@ impl Queue {
     /// # Errors
     /// [`Error::JobNotFound`]; the latents of a job that is forgotten are released all the same.
     pub async fn discard(&self, id: &str, client: String) -> Result<bool, Error> {
-        let id = id.to_owned();
-        self.call(move |core, now| core.cancel(&id, client, true, now))
+        let (id, reach) = (id.to_owned(), self.reach.clone());
+        self.call(move |core, now| core.cancel(&id, client, true, &reach, now))
             .await?
     }
 
@@ -390,14 +400,18 @@ impl Queue {
     /// When the model cannot be opened.
     pub async fn hold(&self, entry: Arc<Entry>, client: String, ttl: Duration) -> Result<String, Error> {
         let models = self.open(entry.clone()).await?;
-        self.call(move |core, now| core.hold(&entry, &models, client, ttl, now))
+        let owner = claims::Holding {
+            client,
+            account: self.reach.account().to_owned(),
+        };
+        self.call(move |core, now| core.hold(&entry, &models, owner, ttl, now))
             .await
     }
 
     /// Ends a hold. False: there was none, or it had expired.
     pub async fn release_hold(&self, id: &str) -> bool {
-        let id = id.to_owned();
-        let released = self.call(move |core, now| core.release_hold(&id, now));
+        let (id, reach) = (id.to_owned(), self.reach.clone());
+        let released = self.call(move |core, now| core.release_hold(&id, &reach, now));
         released.await.unwrap_or(false)
     }
 
@@ -472,8 +486,8 @@ impl Queue {
     /// # Errors
     /// [`Error::LatentNotFound`].
     pub async fn latent(&self, id: &str) -> Result<Latent, Error> {
-        let id = id.to_owned();
-        self.call(move |core, now| core.latent(&id, now)).await?
+        let (id, reach) = (id.to_owned(), self.reach.clone());
+        self.call(move |core, now| core.latent(&id, &reach, now)).await?
     }
 
     /// Puts a client's latent into the store. A single tensor needs no name.
@@ -494,8 +508,8 @@ impl Queue {
 
     /// Releases a latent. A job that leases it keeps it until the job has ended. False: there was none, or it had expired.
     pub async fn release_latent(&self, id: &str) -> bool {
-        let id = id.to_owned();
-        let released = self.call(move |core, _| core.release_latent(&id));
+        let (id, reach) = (id.to_owned(), self.reach.clone());
+        let released = self.call(move |core, _| core.release_latent(&id, &reach));
         released.await.unwrap_or(false)
     }
 

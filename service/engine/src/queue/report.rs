@@ -21,6 +21,8 @@ pub struct JobInfo {
     pub id: JobId,
     /// Name of the client that submitted it.
     pub client: String,
+    /// Its account: clients do not see it.
+    pub account: String,
     /// Priority of the job.
     pub priority: Priority,
     /// Its state, or how it ended.

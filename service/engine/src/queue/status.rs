@@ -61,6 +61,7 @@ impl View<'_> {
         };
         JobInfo {
             id: job.id.clone(),
+            account: job.options.account.clone(),
             client: job.options.client.clone(),
             priority: job.options.priority,
             state: job.state.listed(),

@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use engine::job::{JobEventKind, JobSpec};
+use engine::job::{JobEventKind, JobSpec, Reach};
 use engine::messages::{Command, Outcome, Work};
 use engine::queue::{Settings, StageVerdict};
 use engine::{ChangedTo, Error};
 use model::{Image, InitImage, Mask, Role};
 use residency::{Bytes, Policy, WaitCause};
 
-use crate::fixture::{EACH_ITEM, REDUCTIONS, brought, decode, image_of, picture, run_of};
+use crate::fixture::{EACH_ITEM, REDUCTIONS, brought, decode, entry, image_of, picture, run_of};
 use crate::worker::{
     Wire, at_rest, cancelled_by, completed, end, events, exclusive, one_card, one_card_with, settle,
     stage_of, start,
@@ -86,6 +86,25 @@ async fn a_job_runs_all_stages_and_equal_prompts_are_encoded_once() {
         (0, 1),
         "a latent that nobody was told of is gone"
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_text_cache_nothing_tells_that_a_prompt_was_used_before() {
+    let (queue, mut worker) = one_card_with(Settings {
+        text_cache: Bytes::ZERO,
+        ..Settings::default()
+    })
+    .await;
+    for account in ["alice", "bob"] {
+        let mut spec = picture("a", "me", "a cat");
+        spec.options.account = account.to_owned();
+        let mut job = queue.submit(spec).await.unwrap();
+        for expected in ["encode_text", "denoise", "decode"] {
+            assert_eq!(worker.work(10).await.1, expected);
+        }
+        let seen = names(&events(&mut job).await);
+        assert!(seen.contains(&"encode_text 1/3 false".to_owned()), "{seen:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -586,4 +605,51 @@ async fn a_plan_is_a_dry_run() {
     assert_eq!(plan.stages[1].verdict, StageVerdict::Wait(WaitCause::Foreign));
     assert!(plan.stages[1].shortfall.is_some() && !plan.runs_now && worker.receives_no_command().await);
     at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_belongs_to_an_account_is_not_there_for_another() {
+    let (queue, mut worker) = one_card().await;
+    let of = |account: &str| queue.within(Reach::Own(account.to_owned()));
+    let (alice, bob) = (of("alice"), of("bob"));
+    let latent = queue
+        .put_latent(brought(), "path:/a#vae".into(), "alice".into())
+        .await
+        .unwrap();
+    assert!(matches!(
+        bob.latent(&latent.id).await,
+        Err(Error::LatentNotFound(_))
+    ));
+    assert!(!bob.release_latent(&latent.id).await);
+    let mut spec = picture("a", "me", "");
+    spec.work = decode(&latent.id);
+    spec.options.reach = Reach::Own("bob".to_owned());
+    assert!(matches!(
+        queue.submit(spec.clone()).await,
+        Err(Error::LatentNotFound(_))
+    ));
+    assert!(alice.latent(&latent.id).await.is_ok());
+    assert!(alice.release_latent(&latent.id).await);
+
+    let mut own = picture("a", "me", "a cat");
+    own.options.account = "alice".to_owned();
+    own.options.most_jobs = Some(1);
+    let job = queue.submit(own.clone()).await.unwrap();
+    let cancelled = bob.cancel(&job.id, "me".to_owned()).await;
+    assert!(matches!(cancelled, Err(Error::JobNotFound(_))));
+    let second = queue.submit(own.clone()).await.unwrap_err();
+    assert!(
+        matches!(second, Error::TokenLimit { limit: "jobs", .. }),
+        "{second}"
+    );
+    own.options.account = "bob".to_owned();
+    drop(queue.submit(own).await.unwrap());
+    worker.order().await;
+    assert!(alice.cancel(&job.id, "me".to_owned()).await.unwrap());
+
+    let minute = Duration::from_secs(60);
+    let hold = alice.hold(entry("a"), "me".into(), minute).await.unwrap();
+    assert_ne!(bob.hold(entry("a"), "me".into(), minute).await.unwrap(), hold);
+    assert!(!bob.release_hold(&hold).await);
+    assert!(alice.release_hold(&hold).await);
 }

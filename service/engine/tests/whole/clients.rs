@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use engine::job::{Call, JobEventKind, JobOptions, JobSpec, JobWork, Priority, Run, Start};
+use engine::job::{Call, JobEventKind, JobOptions, JobSpec, JobWork, Priority, Reach, Run, Start};
 use engine::queue::Job;
 use model::{Request, Role};
 use rand::Rng;
@@ -141,6 +141,8 @@ fn random_options(random: &mut ChaCha8Rng) -> JobOptions {
     let deadline = random.random_ratio(1, 6).then(|| random.random_range(0..20_000));
     let patience = random.random_ratio(1, 4).then(|| random.random_range(0..10_000));
     JobOptions {
+        reach: Reach::All,
+        most_jobs: None,
         account: String::new(),
         client: ["x", "y", "z"].choose(random).copied().unwrap().into(),
         priority: *[Priority::Low, Priority::Normal, Priority::High]

@@ -11,10 +11,14 @@ use calls::{LogInterval, client_at};
 use futures::Stream;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
 use tokio::time::{Instant, Sleep};
+use tokio_rustls::rustls::ServerConfig;
 use tonic::transport::server::{Connected, TcpConnectInfo};
 
 use super::entrance::{Entrance, Place};
+use super::line::Line;
+use crate::access::Gate;
 
 /// Pause before the next attempt when the system has no descriptor or memory for a connection.
 const PAUSE: Duration = Duration::from_millis(250);
@@ -33,8 +37,31 @@ pub(super) struct Handshake {
     pub(super) needs_call: bool,
 }
 
+/// The certificates of new connections, as they are now; without them connections are not encrypted.
+pub type Tls = watch::Receiver<Arc<ServerConfig>>;
+
+/// What is asked of new connections. It may change at any time, and holds for those that come later.
+pub(super) struct Terms {
+    pub(super) handshake: Duration,
+    pub(super) gate: Gate,
+    pub(super) tls: Option<Tls>,
+}
+
+impl Terms {
+    fn handshake(&self) -> Handshake {
+        Handshake {
+            limit: self.handshake,
+            needs_call: self.gate.needs_token(),
+        }
+    }
+
+    fn tls(&self) -> Option<Arc<ServerConfig>> {
+        self.tls.as_ref().map(|tls| tls.borrow().clone())
+    }
+}
+
 /// The connections of a listener; the stream never ends.
-pub(crate) fn accepted(listener: TcpListener, entrance: Arc<Entrance>, handshake: Handshake) -> Connections {
+pub(super) fn accepted(listener: TcpListener, entrance: Arc<Entrance>, terms: Terms) -> Connections {
     Box::pin(async_stream::stream! {
         let (mut full, mut out) = (LogInterval::default(), LogInterval::default());
         loop {
@@ -53,7 +80,7 @@ pub(crate) fn accepted(listener: TcpListener, entrance: Arc<Entrance>, handshake
             if let Some(Some(client)) = left && full.allow(LOG_INTERVAL) {
                 tracing::warn!(%client, "a connection without a call was closed to make room for a new one: a quarter of limits.connections is for those");
             }
-            yield Ok(LimitedConnection::new(stream, address, handshake, place));
+            yield Ok(LimitedConnection::new(stream, address, &terms, place));
         }
     })
 }
@@ -68,8 +95,7 @@ fn is_of_one_connection(problem: &io::Error) -> bool {
 }
 
 /// A connection with a place. It is closed if its handshake takes too long or another connection gets its place.
-#[derive(Debug)]
-pub(crate) struct LimitedConnection<S = TcpStream> {
+pub(crate) struct LimitedConnection<S = Line> {
     stream: S,
     info: ConnectionInfo,
     handshake: Handshake,
@@ -86,19 +112,15 @@ pub(crate) struct ConnectionInfo {
 }
 
 impl LimitedConnection {
-    fn new(
-        stream: TcpStream,
-        address: SocketAddr,
-        handshake: Handshake,
-        place: Arc<Place>,
-    ) -> LimitedConnection {
+    fn new(stream: TcpStream, address: SocketAddr, terms: &Terms, place: Arc<Place>) -> LimitedConnection {
         // Without it every small answer waits 40 ms for an acknowledgement. An error means that the connection is closed.
         let _ = stream.set_nodelay(true);
         let tcp = TcpConnectInfo {
             local_addr: stream.local_addr().ok(),
             remote_addr: Some(address),
         };
-        LimitedConnection::over(stream, ConnectionInfo { tcp, place }, handshake)
+        let line = Line::over(stream, terms.tls());
+        LimitedConnection::over(line, ConnectionInfo { tcp, place }, terms.handshake())
     }
 }
 
@@ -220,6 +242,15 @@ mod tests {
         needs_call: true,
     };
 
+    /// The terms of a service without tokens and TLS.
+    fn open() -> Terms {
+        Terms {
+            handshake: LIMIT,
+            gate: Gate::open(),
+            tls: None,
+        }
+    }
+
     fn entrance() -> Arc<Entrance> {
         Entrance::new(Budget::new(9, 9), 9)
     }
@@ -299,7 +330,7 @@ mod tests {
         use futures::StreamExt as _;
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let mut connections = accepted(listener, Entrance::new(Budget::new(9, 9), 4), OPEN);
+        let mut connections = accepted(listener, Entrance::new(Budget::new(9, 9), 4), open());
         let from = async |last: u8| {
             let socket = tokio::net::TcpSocket::new_v4().unwrap();
             socket.bind(SocketAddr::from(([127, 0, 0, last], 0))).unwrap();
@@ -321,7 +352,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let entrance = Entrance::new(Budget::new(1, 1), 1);
-        let mut connections = accepted(listener, entrance, OPEN);
+        let mut connections = accepted(listener, entrance, open());
         let _clients = [
             TcpStream::connect(address).await.unwrap(),
             TcpStream::connect(address).await.unwrap(),

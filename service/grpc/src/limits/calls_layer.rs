@@ -57,7 +57,7 @@ impl OpenCall {
 
 impl Limits {
     /// Assigns a place to a call: with the token among its client's places, without it among the few for methods that need none.
-    fn admit(&self, connection: Option<&ConnectionInfo>, call: Admitted) -> Result<OpenCall, Refusal> {
+    fn admit(&self, connection: Option<&ConnectionInfo>, call: &Admitted) -> Result<OpenCall, Refusal> {
         let client = connection.and_then(|connection| connection.place.client());
         if call.is_known {
             let known = connection.map_or(Ok(()), |connection| connection.place.admit());
@@ -67,7 +67,7 @@ impl Limits {
             })?;
             return self.call(client, call.method).map(OpenCall::counted);
         }
-        if call.method.needs == Needs::Token {
+        if call.method.needs != Needs::Nothing {
             let problem = "the token of this call was not checked: this is a fault of the service, report it";
             return Err(Refusal::Unauthenticated(problem.to_owned())); // the layer of access is missing
         }
@@ -158,11 +158,12 @@ where
         let path = request.uri().path().trim_start_matches('/').to_owned();
         let limits = self.limits.clone();
         // The access layer sets this. Without that layer no caller counts as known.
-        let admitted = request.extensions().get().copied().unwrap_or(Admitted {
+        let admitted = request.extensions().get().cloned().unwrap_or_else(|| Admitted {
             method: method_at(&path),
             is_known: false,
+            holder: None,
         });
-        let call = match limits.admit(connection.as_ref(), admitted) {
+        let call = match limits.admit(connection.as_ref(), &admitted) {
             Ok(call) => call,
             Err(refusal) => return Box::pin(std::future::ready(Ok((self.answer)(refusal)))),
         };

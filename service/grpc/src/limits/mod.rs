@@ -4,6 +4,7 @@
 mod accept;
 mod calls_layer;
 mod entrance;
+mod line;
 mod sent;
 mod uploads;
 
@@ -14,17 +15,20 @@ use calls::Budget;
 use config::LimitSettings;
 use tokio::net::TcpListener;
 
-use accept::{Handshake, accepted};
+pub use accept::Tls;
+use accept::{Terms, accepted};
 pub(crate) use calls_layer::{Limited, client_of};
 use entrance::Entrance;
 use sent::Readers;
+
+use crate::access::Gate;
 
 /// The bounds of one service.
 pub(crate) struct Limits {
     entrance: Arc<Entrance>,
     handshake: Duration,
-    /// Whether a new connection must make a call with the token in time.
-    needs_token: bool,
+    /// Whether a new connection must make a call with a token in time.
+    gate: Gate,
     calls: Arc<Budget>,
     /// Calls that need no token and have none.
     public_calls: Arc<Budget>,
@@ -55,13 +59,13 @@ const PUBLIC_CALL: Duration = Duration::from_secs(30);
 const NEWCOMERS_PART: u64 = 4;
 
 impl Limits {
-    pub(crate) fn new(settings: &LimitSettings, needs_token: bool, uploads: Arc<Budget>) -> Arc<Limits> {
+    pub(crate) fn new(settings: &LimitSettings, gate: Gate, uploads: Arc<Budget>) -> Arc<Limits> {
         let connections = Budget::with_places_kept(settings.connections, settings.connections_per_client);
         let newcomers = usize::try_from(settings.connections / NEWCOMERS_PART).unwrap_or(usize::MAX);
         Arc::new(Limits {
             entrance: Entrance::new(connections, newcomers),
             handshake: settings.handshake,
-            needs_token,
+            gate,
             calls: Budget::with_places_kept(settings.calls, settings.calls_per_client),
             public_calls: Budget::with_places_kept(PUBLIC_CALLS, PUBLIC_CALLS_PER_CLIENT),
             endless_public_calls: Budget::with_places_kept(
@@ -76,13 +80,14 @@ impl Limits {
         })
     }
 
-    /// The connections of a listener.
-    pub(super) fn accept(&self, listener: TcpListener) -> accept::Connections {
-        let handshake = Handshake {
-            limit: self.handshake,
-            needs_call: self.needs_token,
+    /// The connections of a listener, in TLS where there are certificates for it.
+    pub(super) fn accept(&self, listener: TcpListener, tls: Option<Tls>) -> accept::Connections {
+        let terms = Terms {
+            handshake: self.handshake,
+            gate: self.gate.clone(),
+            tls,
         };
-        accepted(listener, self.entrance.clone(), handshake)
+        accepted(listener, self.entrance.clone(), terms)
     }
 }
 

@@ -9,10 +9,12 @@ use tokio::time::Instant;
 
 use super::Core;
 use crate::error::{Change, ChangedTo, Error, Fallback, Shortfall};
+use crate::job::Reach;
 use crate::library::Entry;
 use crate::messages::{Answer, Command};
 use crate::moved::{Freed, Reserved};
 use crate::queue::cards::{PendingRequest, ReservationRequest};
+use crate::queue::claims::Holding;
 use crate::queue::request::{OpenModels, Reply};
 
 impl Core {
@@ -49,22 +51,22 @@ impl Core {
         &mut self,
         entry: &Arc<Entry>,
         models: &OpenModels,
-        client: String,
+        owner: Holding,
         ttl: Duration,
         now: Instant,
     ) -> String {
         let models = self.refreshed(entry, models);
         self.claims.learn(entry, &models, now);
-        if let Some(id) = self.claims.renew_hold(&entry.key, &client, now + ttl) {
+        if let Some(id) = self.claims.renew_hold(&entry.key, &owner, now + ttl) {
             return id;
         }
-        let id = self.claims.hold(entry.key.clone(), client, now + ttl);
+        let id = self.claims.hold(entry.key.clone(), owner, now + ttl);
         self.claims_changed(now);
         id
     }
 
-    pub(in crate::queue) fn release_hold(&mut self, id: &str, now: Instant) -> bool {
-        let released = self.claims.release_hold(id);
+    pub(in crate::queue) fn release_hold(&mut self, id: &str, reach: &Reach, now: Instant) -> bool {
+        let released = self.claims.release_hold(id, reach);
         self.claims_changed(now);
         released
     }

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 
 use super::Core;
 use crate::error::Error;
-use crate::job::{JobEventKind, JobId};
+use crate::job::{JobEventKind, JobId, Reach};
 use crate::job_state::JobState;
 use crate::queue::record::{JobRecord, State};
 use crate::queue::steps::{JobStepKind, Model};
@@ -123,7 +123,7 @@ impl Core {
             self.latents.release(latent, now);
         }
         if job.releases_latents {
-            self.latents.give_up_made_by(&job.id);
+            self.latents.give_up_made_by(&job.id, &Reach::All);
         }
         self.shares.leave(&job.options);
         self.claims.used(&job.entry.key, now);

@@ -10,7 +10,7 @@ use tokio::time::Instant;
 
 use super::Core;
 use crate::error::{CancelledBy, Error, JobBound};
-use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobSpec, JobWork, Latent};
+use crate::job::{JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobSpec, JobWork, Latent, Reach};
 use crate::library::{Entry, OpenModel};
 use crate::queue::Settings;
 use crate::queue::core::Effect;
@@ -24,6 +24,9 @@ use crate::queue::request::{OpenModels, Submission};
 use crate::queue::shared_bound::{Exceeded, SharedBound};
 use crate::queue::steps::{JobSteps, decodable, steps_of, steps_of_load};
 use crate::queue::swap::Swap;
+
+/// After which time a job may find a place among those of its token.
+const RETRY_JOBS: Duration = Duration::from_secs(2);
 
 impl Core {
     pub(in crate::queue) fn submit(&mut self, submission: Submission, now: Instant) -> Result<Joined, Error> {
@@ -136,6 +139,15 @@ impl Core {
         };
         let places = SharedBound::new(max_jobs as u64);
         let has_place = places.check(self.jobs.len() as u64, of_address as u64, 1);
+        if let Some(most) = options.most_jobs.filter(|most| of_address as u64 >= *most) {
+            return Err(Error::TokenLimit {
+                limit: "jobs",
+                problem: format!(
+                    "the {address} has {of_address} jobs in the queue, and may have {most}: wait until one has ended, or cancel one"
+                ),
+                retry_after: Some(RETRY_JOBS),
+            });
+        }
         let bound = match (has_place, of_client >= max_jobs_per_client) {
             (Err(Exceeded::All), _) => return Err(Error::QueueFull { limit: max_jobs }),
             (_, true) => JobBound::Client {
@@ -206,6 +218,7 @@ impl Core {
         let start_values = match &work {
             JobWork::Run(run) => match &run.start {
                 Some(start) => {
+                    self.latents.check(&start.latent, &options.reach)?;
                     let Latent { info, values } = self.latents.get(&start.latent, now)?;
                     if start.role == Role::Decode {
                         report
@@ -432,19 +445,24 @@ impl Core {
         id: &str,
         client: String,
         release_latents: bool,
+        reach: &Reach,
         now: Instant,
     ) -> Result<bool, Error> {
         if release_latents {
-            self.latents.give_up_made_by(id);
+            self.latents.give_up_made_by(id, reach);
             self.dirty = true;
         }
-        if let Some(job) = self.jobs.get_mut(id) {
+        let job = self
+            .jobs
+            .get_mut(id)
+            .filter(|job| reach.has(&job.options.account));
+        if let Some(job) = job {
             job.releases_latents |= release_latents;
             let id = job.id.clone();
             self.stop(&id, Error::Cancelled(CancelledBy::Call { client }), now);
             return Ok(true);
         }
-        if self.ended.knows(id) {
+        if self.ended.knows(id, reach) {
             return Ok(false);
         }
         Err(Error::JobNotFound(id.to_owned()))

@@ -5,11 +5,17 @@ use tokio::time::Instant;
 
 use super::Core;
 use crate::error::Error;
-use crate::job::{Latent, LatentInfo};
+use crate::job::{Latent, LatentInfo, Reach};
 
 impl Core {
     /// A latent with its tensors. This renews its time to live.
-    pub(in crate::queue) fn latent(&mut self, id: &str, now: Instant) -> Result<Latent, Error> {
+    pub(in crate::queue) fn latent(
+        &mut self,
+        id: &str,
+        reach: &Reach,
+        now: Instant,
+    ) -> Result<Latent, Error> {
+        self.latents.check(id, reach)?;
         self.latents.get(id, now)
     }
 
@@ -25,8 +31,8 @@ impl Core {
     }
 
     /// False: there was none, or it had expired.
-    pub(in crate::queue) fn release_latent(&mut self, id: &str) -> bool {
+    pub(in crate::queue) fn release_latent(&mut self, id: &str, reach: &Reach) -> bool {
         self.dirty = true;
-        self.latents.give_up(id)
+        self.latents.check(id, reach).is_ok() && self.latents.give_up(id)
     }
 }

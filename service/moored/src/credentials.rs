@@ -1,0 +1,113 @@
+//! The credentials of the service that starts, and its refusal to start without them where other machines reach it.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use access::{TokenError, TokenStore, Tokens};
+use config::{ServiceSettings, bounded};
+use tokio::sync::watch;
+
+use crate::serve::ServeError;
+
+/// What a service lacks that other machines reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lacks {
+    Tls,
+    Tokens,
+    Both,
+}
+
+impl Lacks {
+    pub(crate) fn problem(self) -> &'static str {
+        match self {
+            Lacks::Tls => "the service has no certificate: others could read tokens and pictures on the way",
+            Lacks::Tokens => "the service has no tokens: everybody there could use it",
+            Lacks::Both => {
+                "the service has neither a certificate nor tokens: everybody there could use it, and read what others send"
+            }
+        }
+    }
+
+    pub(crate) fn remedy(self) -> &'static str {
+        match self {
+            Lacks::Tls => {
+                "then set service.own_certificate = true (or service.certificate, service.certificate_key). Behind a proxy or a tunnel with \
+                 TLS of its own: service.allow_without_tls = true"
+            }
+            Lacks::Tokens => {
+                "`moored token make NAME` makes one alone, and service.token_file names a file with one. Where everybody may use the \
+                 service: service.allow_without_tokens = true"
+            }
+            Lacks::Both => {
+                "then set service.own_certificate = true. To do without: service.allow_without_tls = true (behind a proxy or a tunnel), and \
+                 service.allow_without_tokens = true or a service.token_file"
+            }
+        }
+    }
+}
+
+/// Refuses an address that other machines reach, without TLS or tokens, unless the configuration says so.
+pub(crate) fn check_exposure(service: &ServiceSettings, needs_token: bool) -> Result<(), ServeError> {
+    let address = service.listen;
+    let lacks_tls = service.certificates.is_none() && !service.allow_without_tls;
+    let lacks_tokens = !needs_token && !service.allow_without_tokens;
+    let lacks = match (lacks_tls, lacks_tokens) {
+        _ if address.ip().is_loopback() => return Ok(()),
+        (false, false) => return Ok(()),
+        (true, false) => Lacks::Tls,
+        (false, true) => Lacks::Tokens,
+        (true, true) => Lacks::Both,
+    };
+    Err(ServeError::Exposed { address, lacks })
+}
+
+/// The tokens of which calls must carry one, now and whenever they change.
+pub(crate) fn tokens_of(service: &ServiceSettings) -> Result<watch::Receiver<Tokens>, ServeError> {
+    if let Some(own) = &service.own_token {
+        return Ok(watch::channel(Tokens::of_one(own)).1);
+    }
+    let (store, file) = (TokenStore::of(&service.state), service.token_file.clone());
+    let files = std::iter::once(store.file()).chain(file.clone()).collect();
+    // Tokens that were asked for once are asked for until the service ends, whatever happens to the file.
+    let were_needed = AtomicBool::new(false);
+    let read = move || {
+        let of_file = read_token(file.as_deref()).map_err(TokenError::OfFile)?;
+        let mut tokens = Tokens::read(&store, of_file.as_deref())?;
+        tokens.are_needed |= were_needed.fetch_or(tokens.are_needed, Ordering::Relaxed);
+        Ok::<_, TokenError>(tokens)
+    };
+    Ok(access::follow("the tokens", files, read)?)
+}
+
+/// The certificates of new connections, now and whenever they change.
+pub(crate) fn tls_of(service: &ServiceSettings) -> Result<Option<grpc::Tls>, ServeError> {
+    let Some(certificates) = service.certificates.clone() else {
+        return Ok(None);
+    };
+    if service.own_certificate {
+        access::make_own(&service.state, &config::host_name())?;
+    }
+    tracing::info!(fingerprint = %certificates.fingerprint()?, certificate = %certificates.certificate.display(), "connections are encrypted");
+    let files = certificates.files();
+    Ok(Some(access::follow("the certificates", files, move || {
+        certificates.read()
+    })?))
+}
+
+/// A shorter token could be guessed.
+const LEAST_TOKEN_CHARACTERS: usize = 16;
+
+/// The token in a file.
+fn read_token(file: Option<&Path>) -> Result<Option<String>, String> {
+    let unusable =
+        |file: &Path, problem: String| format!("the token file {} cannot be used: {problem}", file.display());
+    let read = |file: &Path| bounded::token(file).map_err(|problem| unusable(file, problem.to_string()));
+    let token = file.map(read).transpose()?;
+    match (&token, file) {
+        (Some(token), Some(file)) if token.len() < LEAST_TOKEN_CHARACTERS => Err(format!(
+            "the token in {} is shorter than {LEAST_TOKEN_CHARACTERS} characters",
+            file.display()
+        )),
+        _ => Ok(token),
+    }
+}
