@@ -25,6 +25,7 @@ pub(crate) use layout::layout;
 pub use model::{Wan, WanModel};
 pub(crate) use places::component_of_base;
 pub use times::{Times, TokenCounts};
+pub(crate) use transformer::patches_last;
 pub use transformer::{Seen, StepBuffers, Texts, Transformer, denoise_scratch};
 
 /// The further names of the transformer's layers, and its tensors.
