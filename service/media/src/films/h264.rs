@@ -13,6 +13,10 @@ use super::{FilmError, FilmFormat, Sample};
 
 /// The quantizer of every frame, of 51: about 43 dB on detailed pictures, where a difference is hardly seen.
 const QUANTIZER: u8 = 18;
+/// The encoder has room for as many bytes as a frame has; one of noise takes more with the quantizer of the others. It is encoded
+/// with one that is coarser by this, and again by this.
+const COARSER: u8 = 8;
+const COARSEST: u8 = 51;
 /// Seconds between key frames, which players seek to.
 const KEY_SECONDS: f32 = 2.0;
 
@@ -32,52 +36,79 @@ pub(super) struct ParameterSets {
 /// The encoder of one film.
 pub(super) struct Encoder {
     inner: OpenH264,
+    quantizer: u8,
     planes: Planes,
     sets: ParameterSets,
     /// Frames so far, in the order of encoding.
     count: u64,
-    frames_per_second: f64,
+    /// Of them those that `inner` encoded.
+    of_inner: u64,
+    frames_per_second: f32,
+}
+
+/// A frame as the encoder gave it.
+struct Encoded {
+    is_key: bool,
+    data: Vec<u8>,
+    sets: ParameterSets,
 }
 
 impl Encoder {
     pub(super) fn new(format: &FilmFormat) -> Result<Encoder, FilmError> {
-        let rate = format.frames_per_second;
-        // This does not limit the rate, as the quantizer is constant. It determines the level in the file.
-        let bits_per_second = f64::from(format.width * format.height) * f64::from(rate) * 0.25;
-        let config = EncoderConfig::new()
-            // With bounds that are equal this is a constant quantizer; the mode named `Off` has another for key frames.
-            .rate_control_mode(RateControlMode::Bufferbased)
-            .qp(QpRange::new(QUANTIZER, QUANTIZER))
-            .bitrate(BitRate::from_bps(bits_per_second.clamp(1e4, 1e8) as u32))
-            .max_frame_rate(FrameRate::from_hz(rate))
-            .intra_frame_period(IntraFramePeriod::from_num_frames(
-                (KEY_SECONDS * rate).ceil().max(1.0) as u32,
-            ))
-            .complexity(Complexity::Medium)
-            .skip_frames(false)
-            .scene_change_detect(false)
-            .adaptive_quantization(false)
-            .background_detection(false)
-            .num_threads(1)
-            .vui(VuiConfig::bt709());
-        let inner = OpenH264::with_api_config(OpenH264API::from_source(), config).map_err(failed)?;
+        let planes = Planes::new(format.width, format.height);
         Ok(Encoder {
-            inner,
-            planes: Planes::new(format.width, format.height),
+            inner: open(&planes, format.frames_per_second, QUANTIZER)?,
+            quantizer: QUANTIZER,
+            planes,
             sets: ParameterSets::default(),
             count: 0,
-            frames_per_second: f64::from(rate),
+            of_inner: 0,
+            frames_per_second: format.frames_per_second,
         })
     }
 
     /// Encodes a frame: RGB, 8 bits each, row-major. As a key frame, nothing before it is needed.
     pub(super) fn encode(&mut self, rgb: &[u8], as_key: bool) -> Result<Sample, FilmError> {
         self.planes.fill(rgb);
+        if self.quantizer > QUANTIZER && self.of_inner >= u64::from(key_interval(self.frames_per_second)) {
+            self.reopen(QUANTIZER)?;
+        }
+        let encoded = loop {
+            match self.encode_planes(as_key) {
+                Ok(encoded) => break encoded,
+                Err(error) if self.quantizer == COARSEST => return Err(error),
+                Err(_) => self.reopen((self.quantizer + COARSER).min(COARSEST))?,
+            }
+        };
+        let Encoded { is_key, data, sets } = encoded;
+        if as_key && !is_key {
+            return Err(FilmError::Encoder("a key frame was refused".to_owned()));
+        }
+        self.keep(sets)?;
+        if data.is_empty() {
+            return Err(FilmError::Encoder("a frame was left out".to_owned()));
+        }
+        self.count += 1;
+        self.of_inner += 1;
+        Ok(Sample {
+            data: Bytes::from(data),
+            is_key,
+        })
+    }
+
+    /// Goes on with another quantizer. The next frame is a key frame.
+    fn reopen(&mut self, quantizer: u8) -> Result<(), FilmError> {
+        self.inner = open(&self.planes, self.frames_per_second, quantizer)?;
+        (self.quantizer, self.of_inner) = (quantizer, 0);
+        Ok(())
+    }
+
+    fn encode_planes(&mut self, as_key: bool) -> Result<Encoded, FilmError> {
         // The encoder makes a key frame of the first frame by itself. Before that frame it has no state that could be set.
-        if as_key && self.count > 0 {
+        if as_key && self.of_inner > 0 {
             self.inner.force_intra_frame();
         }
-        let milliseconds = self.count as f64 * 1000.0 / self.frames_per_second;
+        let milliseconds = self.of_inner as f64 * 1000.0 / f64::from(self.frames_per_second);
         let time = Timestamp::from_millis(milliseconds as u64);
         let encoded = self.inner.encode_at(&self.planes, time).map_err(failed)?;
         let is_key = match encoded.frame_type() {
@@ -85,9 +116,6 @@ impl Encoder {
             FrameType::P => false,
             other => return Err(FilmError::Encoder(format!("a frame became {other:?}"))),
         };
-        if as_key && !is_key {
-            return Err(FilmError::Encoder("a key frame was refused".to_owned()));
-        }
         let mut data = Vec::new();
         let mut sets = ParameterSets::default();
         let layers = (0..encoded.num_layers()).filter_map(|index| encoded.layer(index));
@@ -105,15 +133,7 @@ impl Encoder {
                 }
             }
         }
-        self.keep(sets)?;
-        if data.is_empty() {
-            return Err(FilmError::Encoder("a frame was left out".to_owned()));
-        }
-        self.count += 1;
-        Ok(Sample {
-            data: Bytes::from(data),
-            is_key,
-        })
+        Ok(Encoded { is_key, data, sets })
     }
 
     /// Keeps the parameters, which are those of every group: a file has them once.
@@ -138,6 +158,32 @@ impl Encoder {
         }
         Ok(self.sets.clone())
     }
+}
+
+/// OpenH264 for frames of this size, with a constant quantizer.
+fn open(planes: &Planes, rate: f32, quantizer: u8) -> Result<OpenH264, FilmError> {
+    // This does not limit the rate, as the quantizer is constant. It determines the level in the file.
+    let bits_per_second = (planes.width * planes.height) as f64 * f64::from(rate) * 0.25;
+    let config = EncoderConfig::new()
+        // With bounds that are equal this is a constant quantizer; the mode named `Off` has another for key frames.
+        .rate_control_mode(RateControlMode::Bufferbased)
+        .qp(QpRange::new(quantizer, quantizer))
+        .bitrate(BitRate::from_bps(bits_per_second.clamp(1e4, 1e8) as u32))
+        .max_frame_rate(FrameRate::from_hz(rate))
+        .intra_frame_period(IntraFramePeriod::from_num_frames(key_interval(rate)))
+        .complexity(Complexity::Medium)
+        .skip_frames(false)
+        .scene_change_detect(false)
+        .adaptive_quantization(false)
+        .background_detection(false)
+        .num_threads(1)
+        .vui(VuiConfig::bt709());
+    OpenH264::with_api_config(OpenH264API::from_source(), config).map_err(failed)
+}
+
+/// Frames from one key frame to the next.
+fn key_interval(rate: f32) -> u32 {
+    (KEY_SECONDS * rate).ceil().max(1.0) as u32
 }
 
 fn failed(problem: openh264::Error) -> FilmError {

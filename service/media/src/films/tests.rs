@@ -140,6 +140,50 @@ fn difference(a: &[u8], b: &[u8]) -> f64 {
     (squares / a.len() as f64).sqrt()
 }
 
+/// Levels of 0 and 255, in an order that no encoder foresees.
+fn noise(format: &FilmFormat, number: u32) -> Vec<u8> {
+    let mut state = 0x9e37_79b9_u32 + number;
+    let mut bit = || {
+        // Xorshift (Marsaglia 2003).
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        255 * (state >> 31) as u8
+    };
+    (0..3 * format.width * format.height).map(|_| bit()).collect()
+}
+
+#[test]
+fn frames_of_noise_are_encoded_more_coarsely_until_the_next_key_frame() {
+    let format = FilmFormat { frames: 66, ..FORMAT };
+    let mut file = FilmFile::new(format).unwrap();
+    let calm = |number: u32| number != 0 && number != 3;
+    let sent: Vec<Vec<u8>> = (0..format.frames)
+        .map(|number| match calm(number) {
+            true => frame(&format, number % 30),
+            false => noise(&format, number),
+        })
+        .collect();
+    for (number, rgb) in (0..).zip(&sent) {
+        file.add(number, rgb).unwrap();
+    }
+    let file = bytes_of(&file.finish(None, None).unwrap(), 1000);
+    let shown = decoded(&file);
+    assert_eq!(shown.len(), 66);
+    let error = |number: usize| {
+        let pairs = shown[number].iter().zip(&sent[number]);
+        pairs.map(|(a, b)| f64::from(a.abs_diff(*b))).sum::<f64>() / sent[number].len() as f64
+    };
+    assert!(
+        (0..66)
+            .filter(|number| calm(*number))
+            .all(|number| error(number as usize) < 12.0)
+    );
+    // The quantizer of the others is back.
+    assert!(error(65) < 2.0, "{}", error(65));
+    assert!(error(3) > 4.0, "the noise was not coarser: {}", error(3));
+}
+
 #[test]
 fn every_frame_is_decoded_in_its_place_size_and_colours() {
     let file = film(FORMAT, &[0..29], None);
