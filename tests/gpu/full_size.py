@@ -258,9 +258,18 @@ class Service:
     """A running service of the models in a folder, with a client of it."""
 
     def __init__(
-        self, binary: Path, work: Path, models: Sequence[str], *settings: str, device: str = ""
+        self,
+        binary: Path,
+        work: Path,
+        models: Sequence[str],
+        *settings: str,
+        device: str = "",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts it with what there is of these folders and files; on a device, or on those that it finds."""
+        """Starts it with what there is of these folders and files; on a device, or on those that it finds.
+
+        Variables are added to its environment.
+        """
         folder = work / "models"
         folder.mkdir(exist_ok=True)
         for name in models:
@@ -271,7 +280,13 @@ class Service:
             words += ["--set", setting]
         device = device or ("cpu" if ASKED.is_tiny else "")
         devices = (device,) if device else ()
-        served = service.Service(*words, state=work / "state", devices=devices, binary=binary)
+        served = service.Service(
+            *words,
+            state=work / "state",
+            devices=devices,
+            binary=binary,
+            environment=service.clean_environment() | dict(variables or {}),
+        )
         self.process, self.log, self.stop = served.process, served.log, served.stop
         self.client = moored.Client(served.address)
 

@@ -4,8 +4,9 @@
 
 It makes Ovi in full size from random numbers, and Wan 2.2 TI2V 5B, whose other parts Ovi uses (47 GB; 39 GB
 with `--umt5-layers 4`), and needs torch, diffusers, transformers, and what the Python client needs.
-`--parts` chooses among make, steps, film, capped, unload and long, `--only` figures by a pattern of their
-names. One line of JSON for each figure, and all of them in the file, of which `film_rows.py` makes rows.
+`--parts` chooses among make, steps, film, precompiled, capped, unload and long, `--only` figures by a
+pattern of their names. One line of JSON for each figure, and all of them in the file, of which `film_rows.py`
+makes rows.
 `--tiny` runs everything with tiny models on the CPU.
 """
 
@@ -15,7 +16,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +48,7 @@ from full_size import (
 from host_memory import Memory
 from ovi_shapes import Fusion, Shapes
 from processes import children_of
+from start_picture import start_picture
 
 T = TypeVar("T")
 BASE = "wan-5b"
@@ -82,9 +84,16 @@ CAP_GIB = 24
 class Service(full_size.Service):
     """A running service of Ovi and of Wan 2.2 5B."""
 
-    def __init__(self, binary: Path, work: Path, *settings: str, device: str = "") -> None:
+    def __init__(
+        self,
+        binary: Path,
+        work: Path,
+        *settings: str,
+        device: str = "",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         told = ("log.filter=info,timeline=debug", *settings)
-        super().__init__(binary, work, (BASE, *FILES), *told, device=device)
+        super().__init__(binary, work, (BASE, *FILES), *told, device=device, variables=variables)
 
 
 def make(work: Path, layers: int) -> None:
@@ -177,6 +186,27 @@ def whole_film(binary: Path, work: Path) -> None:
             tell(name, stage.run_ms / 1e3, "s", who="moored", **scratch_of(stage))
 
 
+def precompiled(binary: Path, work: Path) -> None:
+    """Films where the driver may compile nothing: a kernel that is not in the binary as machine code fails.
+
+    A driver that has to compile some lets the first film of a new machine wait for seconds.
+    """
+    size = (64, 32) if ASKED.is_tiny else SMALL_SIZE
+    starts: dict[str, dict[str, Any]] = {
+        "from text": {},
+        "from a picture": {"init_image": start_picture(size)},
+    }
+    variables = {"CUDA_DISABLE_PTX_JIT": "1"}
+    with Service(binary, work, variables=variables).logged("precompiled") as service:
+        for quantized in wan.FORMATS:
+            for start, options in starts.items():
+                for make_film, name in ((film, OVI), (wan.film, BASE)):
+                    what = f"film of {name}{quantized} {start}, nothing compiled"
+                    told = {"output": "mp4"} | options
+                    job = partial(make_film, service, name + quantized, size, SMALL_FRAMES, 1)
+                    guarded(what, partial(job, **told))
+
+
 def capped(binary: Path, work: Path) -> None:
     """In fp8 on a card that the configuration makes small, beside the whole card."""
     small = f"sim:{CAP_GIB}GiB" if ASKED.is_tiny else f"cuda:0={CAP_GIB}GiB"
@@ -263,7 +293,7 @@ def watched(read: Callable[[], T], job: Callable[[], Any]) -> tuple[list[T], Any
 
 
 def main() -> None:
-    every = "make,steps,film,capped,unload,long"
+    every = "make,steps,film,precompiled,capped,unload,long"
     parser = command_line(__doc__, every, "steps and capped")
     parser.add_argument("--umt5-layers", type=int, default=24)
     parser.add_argument("--tiny", action="store_true")
@@ -274,6 +304,7 @@ def main() -> None:
         "make": partial(make, work, settings.umt5_layers),
         "steps": partial(steps, binary, work),
         "film": partial(whole_film, binary, work),
+        "precompiled": partial(precompiled, binary, work),
         "capped": partial(capped, binary, work),
         "unload": partial(unload, binary, work),
         "long": partial(long, binary, work),

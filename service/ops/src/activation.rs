@@ -6,8 +6,8 @@ use candle_core::{D, Result, Tensor};
 use crate::loops::{gelu_tanh_in_place, quick_gelu_in_place, silu_in_place};
 use crate::place::write_rows;
 
-/// An activation function. The order of the variants is that of `elementwise.cuh`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// An activation function.
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Nonlinearity {
     /// `torch.nn.GELU()`, exact, by the error function.
     Gelu,
@@ -17,6 +17,10 @@ pub enum Nonlinearity {
     QuickGelu,
     /// `x * sigmoid(x)`: `torch.nn.SiLU`.
     Silu,
+    /// `torch.nn.Tanh`.
+    Tanh,
+    /// `x` within `-most` and `most`: `torch.nn.Hardtanh(-most, most)`.
+    HardTanh { most: f32 },
 }
 
 impl Nonlinearity {
@@ -27,6 +31,8 @@ impl Nonlinearity {
             Nonlinearity::GeluTanh => gelu_tanh_in_place(numbers),
             Nonlinearity::QuickGelu => quick_gelu_in_place(numbers),
             Nonlinearity::Silu => silu_in_place(numbers),
+            Nonlinearity::Tanh => numbers.iter_mut().for_each(|v| *v = v.tanh()),
+            Nonlinearity::HardTanh { most } => numbers.iter_mut().for_each(|v| *v = v.clamp(-most, most)),
         }
     }
 }
@@ -71,6 +77,8 @@ mod tests {
             (16, Nonlinearity::GeluTanh, x.gelu()?),
             (7, Nonlinearity::Gelu, x.gelu_erf()?),
             (5, Nonlinearity::QuickGelu, composed_quick_gelu(&x)?),
+            (24, Nonlinearity::Tanh, x.tanh()?),
+            (9, Nonlinearity::HardTanh { most: 1.5 }, x.clamp(-1.5f32, 1.5f32)?),
         ] {
             for (dtype, tolerance) in [
                 (DType::F32, 1e-6),
@@ -92,7 +100,18 @@ mod tests {
             }
         }
         let far = here(&Tensor::new(&[-200f32, 0.0, 200.0], &Device::Cpu)?);
-        use Nonlinearity::{Gelu, GeluTanh, QuickGelu, Silu};
+        use Nonlinearity::{Gelu, GeluTanh, HardTanh, QuickGelu, Silu, Tanh};
+        for (by, bounds) in [
+            (Tanh, [-1.0, 0.0, 1.0]),
+            (HardTanh { most: 3.0 }, [-3.0, 0.0, 3.0]),
+        ] {
+            let y = far.copy()?;
+            activate(&y, by)?;
+            assert_eq!(y.to_vec1::<f32>()?, bounds, "{by:?}");
+            let strange = here(&Tensor::new(&[f32::NAN], &Device::Cpu)?);
+            activate(&strange, by)?;
+            assert!(strange.to_vec1::<f32>()?[0].is_nan(), "{by:?}");
+        }
         for by in [Gelu, GeluTanh, QuickGelu, Silu] {
             let y = far.copy()?;
             activate(&y, by)?;

@@ -22,6 +22,12 @@ pub enum ChannelNorm<'a> {
         /// Lower bound of the length of `x`.
         eps: f64,
     },
+    /// `x` divided by the sum of its root mean square and `eps` (the pixel norm of magnitude-preserving layers; Karras et
+    /// al. 2024).
+    Unit {
+        /// Added to the root mean square.
+        eps: f64,
+    },
 }
 
 /// Padding mode outside of the map.
@@ -109,7 +115,7 @@ pub(crate) fn sides(map: &Tensor) -> Result<[usize; 4]> {
 pub fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Tensor) -> Result<()> {
     let ([_, height, width, channels], written) = (sides(x)?, sides(out)?);
     let vectors = match reading.norm {
-        ChannelNorm::None => vec![],
+        ChannelNorm::None | ChannelNorm::Unit { .. } => vec![],
         ChannelNorm::Affine(affine) => vec![(&affine.factors, DType::F32), (&affine.summands, DType::F32)],
         ChannelNorm::Rms { weight, .. } => vec![(weight, x.dtype())],
     };
@@ -185,12 +191,24 @@ fn read_on_cpu(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], out: &Tenso
     })
 }
 
+/// What the elements of a position are divided by before the factors are applied.
+enum Divisor {
+    One,
+    /// Their length, or the least one.
+    Length {
+        least: f64,
+    },
+    /// Their root mean square plus a number.
+    RootMeanSquare {
+        added: f64,
+    },
+}
+
 /// The transformation of each position, on the CPU.
 struct OfPosition {
     factors: Vec<f32>,
     summands: Vec<f32>,
-    /// `Some(eps)` for RMS norm: elements are divided by `max(length of x, eps)` before the factors are applied.
-    least_length: Option<f64>,
+    divisor: Divisor,
     is_plain: bool,
     silu: bool,
     is_wide: bool,
@@ -198,20 +216,28 @@ struct OfPosition {
 
 impl OfPosition {
     fn new(reading: &MapReading<'_>, channels: usize) -> Result<OfPosition> {
-        let (factors, summands, least_length) = match reading.norm {
-            ChannelNorm::None => (vec![1.0; channels], vec![0.0; channels], None),
-            ChannelNorm::Affine(affine) => (affine.factors.to_vec1()?, affine.summands.to_vec1()?, None),
+        let (factors, summands, divisor) = match reading.norm {
+            ChannelNorm::None => (vec![1.0; channels], vec![0.0; channels], Divisor::One),
+            ChannelNorm::Affine(affine) => (
+                affine.factors.to_vec1()?,
+                affine.summands.to_vec1()?,
+                Divisor::One,
+            ),
             ChannelNorm::Rms { weight, eps } => {
                 let weight = weight.to_dtype(DType::F32)?.to_vec1::<f32>()?;
                 let root = (channels as f64).sqrt() as f32;
                 let factors = weight.iter().map(|weight| weight * root).collect();
-                (factors, vec![0.0; channels], Some(eps))
+                (factors, vec![0.0; channels], Divisor::Length { least: eps })
+            }
+            ChannelNorm::Unit { eps } => {
+                let divisor = Divisor::RootMeanSquare { added: eps };
+                (vec![1.0; channels], vec![0.0; channels], divisor)
             }
         };
         Ok(OfPosition {
             factors,
             summands,
-            least_length,
+            divisor,
             is_plain: matches!(reading.norm, ChannelNorm::None) && !reading.silu,
             silu: reading.silu,
             is_wide: has_wide_instructions(),
@@ -222,14 +248,15 @@ impl OfPosition {
         if self.is_plain {
             return to.copy_from_slice(from);
         }
-        let by = match self.least_length {
-            None => 1.0,
-            Some(least) => {
-                let square: f64 = from
-                    .iter()
-                    .map(|&value| f64::from(value) * f64::from(value))
-                    .sum();
-                (1.0 / square.sqrt().max(least)) as f32
+        let square = || -> f64 {
+            let squares = from.iter().map(|&value| f64::from(value) * f64::from(value));
+            squares.sum()
+        };
+        let by = match self.divisor {
+            Divisor::One => 1.0,
+            Divisor::Length { least } => (1.0 / square().sqrt().max(least)) as f32,
+            Divisor::RootMeanSquare { added } => {
+                (1.0 / ((square() / from.len() as f64).sqrt() + added)) as f32
             }
         };
         #[cfg(target_arch = "x86_64")]
@@ -274,19 +301,28 @@ fn affine(from: &[f32], by: f32, factors: &[f32], summands: &[f32], silu: bool, 
 /// # Errors
 /// When shapes do not match.
 pub fn add_rows(x: &Tensor, out: &Tensor) -> Result<()> {
+    add_scaled(x, 1.0, out)
+}
+
+/// `out += factor x`, row by row. Both are `[.., c]` of one dtype.
+///
+/// # Errors
+/// When shapes do not match.
+pub fn add_scaled(x: &Tensor, factor: f64, out: &Tensor) -> Result<()> {
+    let factor = factor as f32;
     let channels = x.dim(D::Minus1)?;
     if x.dims() != out.dims() || x.dtype() != out.dtype() {
         candle_core::bail!("{:?} added to {:?}", x.dims(), out.dims());
     }
     #[cfg(feature = "cuda")]
     if x.device().is_cuda() {
-        return crate::cuda::add_rows(x, None, true, out);
+        return crate::cuda::add_rows(x, factor, None, true, out);
     }
     let x = apart_from(x, out)?;
     with_rows(&x, channels, |x| {
         write_rows(out, channels, |row, numbers| {
             for (number, value) in numbers.iter_mut().zip(x.row(row)) {
-                *number += value;
+                *number += factor * value;
             }
         })
     })
@@ -309,7 +345,7 @@ mod tests {
         let (factors, summands) = match reading.norm {
             ChannelNorm::Affine(affine) => (host(&affine.factors)?, host(&affine.summands)?),
             ChannelNorm::Rms { weight, .. } => (host(weight)?, vec![0.0; channels]),
-            ChannelNorm::None => (vec![1.0; channels], vec![0.0; channels]),
+            ChannelNorm::None | ChannelNorm::Unit { .. } => (vec![1.0; channels], vec![0.0; channels]),
         };
         let mut result = Vec::new();
         for (t, y, x) in (0..frames_out as i64)
@@ -335,6 +371,9 @@ mod tests {
                 let mut value = f64::from(position[channel]);
                 if let ChannelNorm::Rms { eps, .. } = reading.norm {
                     value = value / length.max(eps) * (channels as f64).sqrt();
+                }
+                if let ChannelNorm::Unit { eps } = reading.norm {
+                    value /= length / (channels as f64).sqrt() + eps;
                 }
                 value = value * f64::from(factors[channel]) + f64::from(summands[channel]);
                 if reading.silu {
@@ -365,7 +404,8 @@ mod tests {
                 };
                 let there_x = there(&x)?;
                 let exact = there_x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-                for norm in [ChannelNorm::None, ChannelNorm::Affine(&affine), rms] {
+                let unit = ChannelNorm::Unit { eps: 0.25 };
+                for norm in [ChannelNorm::None, ChannelNorm::Affine(&affine), rms, unit] {
                     use Enlarge::{Not, Twice, TwiceButFirst};
                     for (enlarge, pad, silu) in [
                         ([Not; 3], Pad::Zero, true),
@@ -461,6 +501,8 @@ mod tests {
             add_rows(&here(&x), &there.narrow(0, 1, 3)?)?;
             assert_close(&there.narrow(0, 1, 3)?, &expected, 0.0)?;
             assert_close(&there.narrow(0, 4, 1)?, &y.narrow(0, 4, 1)?, 0.0)?;
+            add_scaled(&here(&x), -0.75, &there.narrow(0, 1, 3)?)?;
+            assert_close(&there.narrow(0, 1, 3)?, &(&expected + (&x * -0.75)?)?, 1e-6)?;
         }
         Ok(())
     }

@@ -139,6 +139,77 @@ pub fn add_repeated(x: &Tensor, block: [usize; 2], from: [usize; 2], out: &Tenso
     })
 }
 
+/// Moves the numbers of squares of `patch` rows and columns of frames `x` `[t, h, w, c]` into the channels of one position
+/// of `out` `[t, h / patch, w / patch, c patch patch]`: channel by channel, column by column, and row by row within a
+/// column (`patchify` of diffusers' `AutoencoderKLWan`). Both may be a part of a map, along frames and rows.
+///
+/// # Errors
+/// When shapes do not fit.
+pub fn patched(x: &Tensor, patch: usize, out: &Tensor) -> Result<()> {
+    let shape = patch_shape(x, patch, out)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return crate::cuda::patched(x, &shape, out);
+    }
+    let BlockShape { fine, coarse, .. } = shape;
+    with_rows(&apart_from(x, out)?, fine[2] * fine[3], |x| {
+        write_rows(out, coarse[2] * coarse[3], |line, numbers| {
+            let first = line * patch;
+            for (column, numbers) in numbers.chunks_mut(coarse[3]).enumerate() {
+                for (index, number) in numbers.iter_mut().enumerate() {
+                    let (channel, of_patch) = (index / (patch * patch), index % (patch * patch));
+                    let column = column * patch + of_patch / patch;
+                    *number = x.row(first + of_patch % patch)[column * fine[3] + channel];
+                }
+            }
+        })
+    })
+}
+
+/// The inverse of [`patched`]: `x` is `[t, h, w, c patch patch]`, `out` the frames `[t, h patch, w patch, c]`.
+///
+/// # Errors
+/// When shapes do not fit.
+pub fn unpatched(x: &Tensor, patch: usize, out: &Tensor) -> Result<()> {
+    let shape = patch_shape(out, patch, x)?;
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda() {
+        return crate::cuda::unpatched(x, &shape, out);
+    }
+    let BlockShape { fine, coarse, .. } = shape;
+    with_rows(&apart_from(x, out)?, coarse[2] * coarse[3], |x| {
+        write_rows(out, fine[2] * fine[3], |line, numbers| {
+            let positions = x.row(line / patch);
+            for (column, numbers) in numbers.chunks_mut(fine[3]).enumerate() {
+                let position = &positions[column / patch * coarse[3]..];
+                let of_patch = column % patch * patch + line % patch;
+                for (channel, number) in numbers.iter_mut().enumerate() {
+                    *number = position[channel * patch * patch + of_patch];
+                }
+            }
+        })
+    })
+}
+
+/// The dimensions of frames and of their patches.
+fn patch_shape(frames: &Tensor, patch: usize, patches: &Tensor) -> Result<BlockShape> {
+    let (fine, coarse): ([usize; 4], [usize; 4]) = (frames.dims4()?.into(), patches.dims4()?.into());
+    let [count, rows, columns, channels] = coarse;
+    let fits = fine[..3] == [count, rows * patch, columns * patch]
+        && channels == fine[3] * patch * patch
+        && frames.elem_count() > 0
+        && frames.dtype() == patches.dtype();
+    if !fits {
+        candle_core::bail!("squares of {patch} of {fine:?} beside {coarse:?}");
+    }
+    Ok(BlockShape {
+        fine,
+        coarse,
+        block: [1, patch],
+        group: 1,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use candle_core::{DType, Device};
@@ -226,6 +297,40 @@ mod tests {
     }
 
     #[test]
+    fn frames_become_patches_and_patches_become_frames() -> Result<()> {
+        for (patch, channels) in [(1, 3), (2, 3), (2, 8), (4, 2)] {
+            for dtype in [DType::F32, DType::BF16] {
+                let [t, h, w] = [2, 3, 5];
+                let dims = [t, h * patch, w * patch, channels];
+                let frames = random(&dims, 1)?.to_dtype(dtype)?;
+                let squares = frames.reshape(vec![t, h, patch, w, patch, channels])?;
+                let squares = squares.permute(vec![0, 1, 3, 5, 4, 2])?.contiguous()?;
+                let patches = squares.reshape((t, h, w, channels * patch * patch))?;
+                let host = |x: &Tensor| x.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous();
+                let blank = |dims: &[usize]| -> Result<Tensor> {
+                    here(&Tensor::zeros(dims, DType::F32, &Device::Cpu)?).to_dtype(dtype)
+                };
+                // Both are parts of larger maps.
+                let of_patches = blank(&[t, h + 2, w, channels * patch * patch])?;
+                let part = of_patches.narrow(1, 1, h)?;
+                let larger = here(&Tensor::cat(&[&frames, &frames], 1)?);
+                patched(&larger.narrow(1, h * patch, h * patch)?, patch, &part)?;
+                assert_close(&host(&part)?, &host(&patches)?, 0.0)?;
+                let of_frames = blank(&[t, h * patch + 3, w * patch, channels])?;
+                let back = of_frames.narrow(1, 2, h * patch)?;
+                unpatched(&part, patch, &back)?;
+                assert_close(&host(&back)?, &host(&frames)?, 0.0)?;
+                let beside = [of_frames.narrow(1, 0, 2)?, of_frames.narrow(1, h * patch + 2, 1)?];
+                for beside in beside {
+                    let sum = host(&beside)?.abs()?.sum_all()?.to_scalar::<f32>()?;
+                    assert_eq!(sum, 0.0, "rows beside the part");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
     fn shapes_that_do_not_fit_are_refused() -> Result<()> {
         let fine = here(&random(&[2, 4, 4, 8], 1)?);
         let of = |dims: [usize; 4]| random(&dims, 1).map(|map| here(&map));
@@ -249,6 +354,10 @@ mod tests {
         ] {
             let added = add_repeated(&of(dims)?, block, from, &fine);
             assert!(added.is_err(), "{block:?} {dims:?} {from:?}");
+        }
+        for (patch, dims) in [(2, [2, 2, 2, 16]), (2, [1, 2, 2, 32]), (3, [2, 1, 1, 72])] {
+            assert!(patched(&fine, patch, &of(dims)?).is_err(), "{patch} {dims:?}");
+            assert!(unpatched(&of(dims)?, patch, &fine).is_err(), "{patch} {dims:?}");
         }
         Ok(())
     }

@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use gpu::Weight;
 
 use crate::convolve_cpu;
+use crate::copy_rows::in_dtype;
 use crate::dequantize;
 use crate::planned::{ConvolutionShape, Planned, log_shape};
 
@@ -139,11 +140,10 @@ impl Filter {
         };
         let held_dtype = if device.is_cpu() { DType::F32 } else { dtype };
         let dense = match weight {
-            Weight::Full(weight) if weight.dtype() == held_dtype => weight.clone(),
-            Weight::Full(weight) => weight.to_dtype(held_dtype)?,
+            Weight::Full(weight) => in_dtype(weight, held_dtype)?,
             Weight::Quantized(quantized) => dequantize(quantized, held_dtype)?,
         };
-        let dense = dense.contiguous()?.reshape((outputs, inputs, taps))?;
+        let dense = dense.reshape((outputs, inputs, taps))?;
         let held = match (taps, dense.device()) {
             (1, _) => dense.reshape((outputs, 1, inputs))?,
             (_, Device::Cpu) => convolve_cpu::taps_first(&dense, order)?,

@@ -2,6 +2,7 @@
 
 use candle_core::{D, DType, Device, Result, Tensor};
 
+use crate::pictures::blank;
 use crate::place::{apart_from, widest_row, with_rows, write_rows};
 
 /// Copies the elements of `x` to `out`, converting to the dtype of `out`: f32, f16 or bf16 each. Both have the same
@@ -24,6 +25,19 @@ pub fn copy_rows(x: &Tensor, out: &Tensor) -> Result<()> {
     with_rows(&apart_from(x, out)?, width, |x| {
         write_rows(out, width, |row, numbers| numbers.copy_from_slice(x.row(row)))
     })
+}
+
+/// Rows in a dtype, f32, f16 or bf16, contiguous: as they are, if they are that already.
+///
+/// # Errors
+/// When memory is exhausted; on a card for axes of more than two strides.
+pub fn in_dtype(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    if x.dtype() == dtype && x.is_contiguous() {
+        return Ok(x.clone());
+    }
+    let out = blank(x.dims(), dtype, x.device())?;
+    copy_rows(x, &out)?;
+    Ok(out)
 }
 
 /// Embedding lookup (`torch.nn.Embedding`): `table` is `[v, d]`, `ids` u32 `[n]`, `out` `[n, d]` in any of f32, f16
@@ -79,6 +93,21 @@ mod tests {
                         0.0,
                     )?;
                 }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn rows_are_as_they_are_or_converted() -> Result<()> {
+        let x = random(&[3, 24], 1)?;
+        let there = here(&x);
+        for dtype in DTYPES {
+            for (first, width) in [(0, 24), (8, 16), (3, 5)] {
+                let found = in_dtype(&there.narrow(1, first, width)?, dtype)?;
+                assert!(found.dtype() == dtype && found.is_contiguous());
+                let expected = x.narrow(1, first, width)?.contiguous()?.to_dtype(dtype)?;
+                assert_close(&found.to_device(&Device::Cpu)?, &expected, 0.0)?;
             }
         }
         Ok(())

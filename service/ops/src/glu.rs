@@ -55,18 +55,20 @@ mod tests {
             Nonlinearity::GeluTanh => gate.gelu()?,
             Nonlinearity::Silu => gate.silu()?,
             Nonlinearity::QuickGelu => (gate / ((gate * -1.702)?.exp()? + 1.0)?)?,
+            Nonlinearity::Tanh => gate.tanh()?,
+            Nonlinearity::HardTanh { most } => gate.clamp(-most, most)?,
         };
         activated * up
     }
 
     #[test]
     fn the_activated_gate_multiplies_the_other_half() -> Result<()> {
-        use Nonlinearity::{Gelu, GeluTanh, QuickGelu, Silu};
+        use Nonlinearity::{Gelu, GeluTanh, HardTanh, QuickGelu, Silu, Tanh};
         // Both halves next to each other, into a window of another tensor.
         for width in [24, 7] {
             let halves = (random(&[2, 5, 2 * width], 1)? * 3.0)?;
             let half = |x: &Tensor, which: usize| x.narrow(2, which * width, width);
-            for by in [Gelu, GeluTanh, QuickGelu, Silu] {
+            for by in [Gelu, GeluTanh, QuickGelu, Silu, Tanh, HardTanh { most: 0.5 }] {
                 let expected = defined(&half(&halves, 0)?, &half(&halves, 1)?, by)?;
                 for (dtype, tolerance) in [(DType::F32, 1e-6), (DType::BF16, BF16_OPERATION)] {
                     let x = here(&halves.to_dtype(dtype)?).copy()?;

@@ -8,6 +8,7 @@
 
 mod activation;
 mod allocated;
+mod antialias;
 mod apply_norm;
 mod attention;
 mod attention_workspace;
@@ -43,12 +44,13 @@ mod snake;
 
 pub use activation::{Nonlinearity, activate};
 pub use allocated::allocated;
-pub use apply_norm::{ChannelNorm, Enlarge, MapReading, Pad, add_rows, apply_norm};
+pub use antialias::{ANTIALIAS_TAPS, antialiased_snake};
+pub use apply_norm::{ChannelNorm, Enlarge, MapReading, Pad, add_rows, add_scaled, apply_norm};
 pub use attention::{Mask, attention};
 pub use attention_workspace::attention_workspace;
-pub use blocks::{add_repeated, average_blocks};
+pub use blocks::{add_repeated, average_blocks, patched, unpatched};
 pub use convolve::{Filter, Onto, Steps, convolve, convolve_scratch};
-pub use copy_rows::{copy_rows, embed};
+pub use copy_rows::{copy_rows, embed, in_dtype};
 pub use dequantize::dequantize;
 pub use euler::{Finite, euler};
 pub use finite::all_finite;
@@ -71,7 +73,7 @@ pub use planned::{AttentionShape, ConvolutionShape, MaskShape, PLANNED_TARGET, P
 pub use relative_bias::relative_bias;
 pub use rope::{Angles, Pairs, QkNorm, qk_norm_rope};
 pub use sequence::{Reach, SequenceFilter, SequenceShape, Through};
-pub use snake::{NormedWeight, Snake, pad_sequence, snake_in_place};
+pub use snake::{NormedWeight, RowLength, Snake, pad_sequence, snake_in_place};
 
 #[cfg(test)]
 mod testing;

@@ -18,14 +18,14 @@ pub struct Snake {
 }
 
 impl Snake {
-    fn fits(&self, x: &Tensor, channels: usize) -> bool {
+    pub(crate) fn fits(&self, x: &Tensor, channels: usize) -> bool {
         [&self.alpha, &self.beta].iter().all(|vector| {
             vector.dims() == [channels] && vector.dtype() == x.dtype() && vector.is_contiguous()
         })
     }
 
     /// Frequencies and heights.
-    fn factors(&self) -> Result<(Vec<f32>, Vec<f32>)> {
+    pub(crate) fn factors(&self) -> Result<(Vec<f32>, Vec<f32>)> {
         let exp = |vector: &Tensor| -> Result<Vec<f32>> {
             let numbers = vector.to_dtype(DType::F32)?.to_vec1::<f32>()?;
             Ok(numbers.into_iter().map(f32::exp).collect())
@@ -102,31 +102,46 @@ pub fn snake_in_place(x: &Tensor, snake: &Snake) -> Result<()> {
     write_rows(x, channels, |_, row| activate_row(row, &frequencies, &heights))
 }
 
-fn activate_row(row: &mut [f32], frequencies: &[f32], heights: &[f32]) {
+pub(crate) fn activate_row(row: &mut [f32], frequencies: &[f32], heights: &[f32]) {
     for ((number, frequency), height) in row.iter_mut().zip(frequencies).zip(heights) {
         let sin = (*number * frequency).sin();
         *number += height * (sin * sin);
     }
 }
 
-/// Folds a weight that is stored as a direction and a length for each row (`torch.nn.utils.weight_norm`, `dim=0`;
-/// Salimans & Kingma 2016): `length · direction / ‖direction‖`.
+/// The length that the rows of a [`NormedWeight`] get.
+#[derive(Clone, Copy, Debug)]
+pub enum RowLength<'a> {
+    /// One that is stored for each row: `weight_g` of `torch.nn.utils.weight_norm` (`dim=0`; Salimans & Kingma 2016).
+    Stored(&'a Tensor),
+    /// That of the direction times a gain: the weight is stored as it is used.
+    Own { gain: f64 },
+    /// About the gain, whatever that of the direction is: a direction of `n` numbers is divided by its length and
+    /// `epsilon √n` (magnitude-preserving layers; Karras et al. 2024).
+    Gain { gain: f64, epsilon: f64 },
+}
+
+/// A weight that is folded of a direction and a length for each row: `length · direction / ‖direction‖`.
 #[derive(Clone, Copy, Debug)]
 pub struct NormedWeight<'a> {
-    /// `[rows, ..]`, contiguous: `weight_v`.
+    /// `[rows, ..]`, contiguous: `weight_v`, or the weight.
     pub direction: &'a Tensor,
-    /// The length of each row: `weight_g`.
-    pub length: &'a Tensor,
+    /// The length of each row.
+    pub length: RowLength<'a>,
 }
 
 impl NormedWeight<'_> {
     /// `length / ‖direction‖` of each row, f32 `[rows]`.
     pub(crate) fn scales(&self) -> Result<Tensor> {
         let rows = self.direction.dims().first().copied().unwrap_or_default();
-        if rows == 0 || self.direction.elem_count() == 0 || self.length.elem_count() != rows {
+        let are_as_many = match self.length {
+            RowLength::Stored(lengths) => lengths.elem_count() == rows,
+            RowLength::Own { .. } | RowLength::Gain { .. } => true,
+        };
+        if rows == 0 || self.direction.elem_count() == 0 || !are_as_many {
             candle_core::bail!(
                 "lengths {:?} of directions {:?}",
-                self.length.dims(),
+                self.length,
                 self.direction.dims()
             );
         }
@@ -134,21 +149,23 @@ impl NormedWeight<'_> {
         if self.direction.device().is_cuda() {
             return crate::cuda::weight_scales(self.direction, self.length);
         }
-        let lengths = self
-            .length
-            .to_dtype(DType::F32)?
-            .flatten_all()?
-            .to_vec1::<f32>()?;
+        let stored = match self.length {
+            RowLength::Stored(lengths) => lengths.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?,
+            RowLength::Own { .. } | RowLength::Gain { .. } => Vec::new(),
+        };
         with_numbers(self.direction, |numbers| {
-            let scale = |(row, length): (&[f32], &f32)| {
+            let columns = numbers.len() / rows;
+            let scale = |(index, row): (usize, &[f32])| {
                 let square: f64 = row.iter().map(|number| f64::from(*number).powi(2)).sum();
-                length / square.sqrt() as f32
+                match self.length {
+                    RowLength::Stored(_) => stored[index] / square.sqrt() as f32,
+                    RowLength::Own { gain } => gain as f32,
+                    RowLength::Gain { gain, epsilon } => {
+                        (gain / (square.sqrt() + epsilon * (columns as f64).sqrt())) as f32
+                    }
+                }
             };
-            let scales: Vec<f32> = numbers
-                .chunks(numbers.len() / rows)
-                .zip(&lengths)
-                .map(scale)
-                .collect();
+            let scales: Vec<f32> = numbers.chunks(columns).enumerate().map(scale).collect();
             Tensor::from_vec(scales, rows, self.direction.device())
         })
     }

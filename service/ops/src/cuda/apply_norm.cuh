@@ -14,14 +14,14 @@ struct ApplyArguments {
     void* out;              // T
     const float* factors;   // [channels]; null: no affine norm
     const float* summands;  // [channels]
-    const void* weight;     // T, [channels]: divided by the length of a position; null: not
+    const void* weight;     // T, [channels]: for `apply_length`; null: none
     unsigned long long x_frame, x_row, x_column, out_frame, out_row;
     int frames, height, width;  // of the map
     int from_frame, from_row, from_column;  // counted in the enlarged map
     unsigned out_height, out_width;
     unsigned positions;  // that are written
     unsigned channels;
-    float least_length;
+    float epsilon;  // least length with a weight; added to the root mean square without
     unsigned silu;
     unsigned enlarge[3];  // by axis: 0 not, 1 twice, 2 twice but the first
     unsigned replicate;
@@ -96,7 +96,7 @@ __device__ inline void apply_norm(const ApplyArguments& a) {
     }
 }
 
-// RMS norm: one warp per position.
+// Division by the length of a position, with a weight, or by its root mean square: one warp per position.
 template <class T, bool WIDE>
 __device__ inline void apply_length(const ApplyArguments& a) {
     const unsigned position = blockIdx.x * (READ_THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -111,14 +111,15 @@ __device__ inline void apply_length(const ApplyArguments& a) {
             for (unsigned n = 0; n < UNIT; n++) square += numbers[n] * numbers[n];
         }
     }
-    const float factor = sqrtf(static_cast<float>(a.channels)) / fmaxf(sqrtf(sum_of_warp(square)), a.least_length);
+    const float root = sqrtf(static_cast<float>(a.channels)), length = sqrtf(sum_of_warp(square));
+    const float factor = a.weight ? root / fmaxf(length, a.epsilon) : 1.0f / (length / root + a.epsilon);
     for (unsigned at = lane * UNIT; at < a.channels; at += 32 * UNIT) {
         for (unsigned n = 0; n < UNIT; n++) numbers[n] = 0;
         if (is_read) {
             read_unit<WIDE>(x, at, a.channels, numbers);
-            read_unit<WIDE>(static_cast<const T*>(a.weight), at, a.channels, weight);
+            if (a.weight) read_unit<WIDE>(static_cast<const T*>(a.weight), at, a.channels, weight);
             for (unsigned n = 0; n < UNIT; n++) {
-                numbers[n] = numbers[n] * factor * weight[n];
+                numbers[n] = a.weight ? numbers[n] * factor * weight[n] : numbers[n] * factor;
                 if (a.silu) numbers[n] = silu<T>(numbers[n]);
             }
         }

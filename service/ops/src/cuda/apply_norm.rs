@@ -34,7 +34,7 @@ struct ApplyNormArguments {
     out_width: u32,
     positions: u32,
     channels: u32,
-    least_length: f32,
+    epsilon: f32,
     silu: u32,
     enlarge: [u32; 3],
     replicate: u32,
@@ -92,16 +92,17 @@ pub(crate) fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], o
         Rows::of(vector, channels)?;
         address_of(vector)
     };
-    let (mut factors, mut summands, mut weight_at, mut least_length) = (0, 0, 0, 0.0);
+    let (mut factors, mut summands, mut weight_at, mut epsilon) = (0, 0, 0, 0.0);
     match reading.norm {
         ChannelNorm::None => {}
         ChannelNorm::Affine(affine) => {
             (factors, summands) = (vector(&affine.factors)?, vector(&affine.summands)?);
         }
         ChannelNorm::Rms { weight, eps } => {
-            (weight_at, least_length) = (vector(weight)?, eps as f32);
+            (weight_at, epsilon) = (vector(weight)?, eps as f32);
             wide &= is_wide(weight_at, &[], channels, x.dtype());
         }
+        ChannelNorm::Unit { eps } => epsilon = eps as f32,
     }
     let arguments = ApplyNormArguments {
         x: x_at,
@@ -122,18 +123,18 @@ pub(crate) fn apply_norm(x: &Tensor, reading: &MapReading<'_>, from: [i64; 3], o
         out_width: out_width as u32,
         positions: positions as u32,
         channels: channels as u32,
-        least_length,
+        epsilon,
         silu: u32::from(reading.silu),
         enlarge: reading.enlarge.map(kernel_enlarge),
         replicate: u32::from(reading.pad == Pad::Replicate),
     };
     let wide = if wide { "wide_" } else { "" };
     let (name, grid) = match reading.norm {
-        ChannelNorm::Rms { .. } => {
+        ChannelNorm::Rms { .. } | ChannelNorm::Unit { .. } => {
             let grid = (positions.div_ceil(THREADS / 32), 1, 1);
             (format!("apply_length_{wide}{dtype}"), grid)
         }
-        _ => {
+        ChannelNorm::None | ChannelNorm::Affine(_) => {
             let units = channels.div_ceil(UNIT);
             let lanes = THREADS / units.min(THREADS);
             let grid = (positions.div_ceil(lanes * POSITIONS), units.div_ceil(THREADS), 1);
@@ -157,14 +158,22 @@ struct AddArguments {
     rows: u64,
     channels: u32,
     adds: u32,
+    factor: f32,
+    unused: u32,
 }
 
 // SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for AddArguments {}
 
-/// `out = x + bias`, or `out += x + bias`. Both have the same rows, with the length of `out`'s last axis, of one
+/// `out = factor x + bias`, or `out += factor x + bias`. Both have the same rows, with the length of `out`'s last axis, of one
 /// dtype and with one stride each.
-pub(crate) fn add_rows(x: &Tensor, bias: Option<&Tensor>, adds: bool, out: &Tensor) -> Result<()> {
+pub(crate) fn add_rows(
+    x: &Tensor,
+    factor: f32,
+    bias: Option<&Tensor>,
+    adds: bool,
+    out: &Tensor,
+) -> Result<()> {
     let channels = out.dim(D::Minus1)?;
     if out.elem_count() == 0 {
         return Ok(());
@@ -193,6 +202,8 @@ pub(crate) fn add_rows(x: &Tensor, bias: Option<&Tensor>, adds: bool, out: &Tens
         rows: to.rows as u64,
         channels: channels as u32,
         adds: u32::from(adds),
+        factor,
+        unused: 0,
     };
     let wide = is_wide(arguments.x, &[from.row_stride], channels, x.dtype())
         && is_wide(arguments.out, &[to.row_stride], channels, x.dtype())

@@ -75,4 +75,44 @@ __device__ inline void add_repeated(const BlocksArguments& a) {
     write_unit<WIDE>(numbers, out, channel, a.fine[2]);
 }
 
+// The squares of frames as channels: channel by channel, column by column, row by row within a column.
+template <class T, bool WIDE>
+__device__ inline void patched(const BlocksArguments& a) {
+    const unsigned long long unit = static_cast<unsigned long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (unit >= a.units) return;
+    unsigned frame, row, column, channel;
+    unit_at(unit, a.coarse, frame, row, column, channel);
+    const unsigned size = a.sides * a.sides;
+    float numbers[UNIT];
+    for (unsigned i = 0; i < UNIT; i++) {
+        numbers[i] = 0;
+        if (channel + i >= a.coarse[2]) continue;
+        const unsigned place = (channel + i) % size;
+        const unsigned y = row * a.sides + place % a.sides, z = column * a.sides + place / a.sides;
+        const unsigned long long at =
+            frame * a.x_frame + y * a.x_row + static_cast<unsigned long long>(z) * a.fine[2];
+        numbers[i] = to_f32(static_cast<const T*>(a.x)[at + (channel + i) / size]);
+    }
+    T* out = static_cast<T*>(a.out) + frame * a.out_frame + row * a.out_row;
+    write_unit<WIDE>(numbers, out + static_cast<unsigned long long>(column) * a.coarse[2], channel, a.coarse[2]);
+}
+
+// The inverse.
+template <class T, bool WIDE>
+__device__ inline void unpatched(const BlocksArguments& a) {
+    const unsigned long long unit = static_cast<unsigned long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (unit >= a.units) return;
+    unsigned frame, row, column, channel;
+    unit_at(unit, a.fine, frame, row, column, channel);
+    const unsigned size = a.sides * a.sides, place = column % a.sides * a.sides + row % a.sides;
+    const T* x = static_cast<const T*>(a.x) + frame * a.x_frame + row / a.sides * a.x_row +
+                 static_cast<unsigned long long>(column / a.sides) * a.coarse[2];
+    float numbers[UNIT];
+    for (unsigned i = 0; i < UNIT; i++) {
+        numbers[i] = channel + i < a.fine[2] ? to_f32(x[(channel + i) * size + place]) : 0.0f;
+    }
+    T* out = static_cast<T*>(a.out) + frame * a.out_frame + row * a.out_row;
+    write_unit<WIDE>(numbers, out + static_cast<unsigned long long>(column) * a.fine[2], channel, a.fine[2]);
+}
+
 }  // namespace moored

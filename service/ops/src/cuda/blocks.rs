@@ -1,4 +1,4 @@
-//! [`crate::average_blocks`] and [`crate::add_repeated`] on a CUDA device.
+//! [`crate::average_blocks`], [`crate::add_repeated`], and patches of frames on a CUDA device.
 
 use candle_core::{Result, Tensor};
 use cudarc::driver::DeviceRepr;
@@ -41,6 +41,16 @@ pub(crate) fn average_blocks(x: &Tensor, shape: &BlockShape, out: &Tensor) -> Re
 /// Shapes and dtypes are validated by the caller.
 pub(crate) fn add_repeated(x: &Tensor, shape: &BlockShape, from: [usize; 2], out: &Tensor) -> Result<()> {
     launch("add_repeated", (x, out), shape, (from, 0), shape.fine)
+}
+
+/// Shapes and dtypes are validated by the caller.
+pub(crate) fn patched(x: &Tensor, shape: &BlockShape, out: &Tensor) -> Result<()> {
+    launch("patched", (x, out), shape, ([0, 0], 0), shape.coarse)
+}
+
+/// Shapes and dtypes are validated by the caller.
+pub(crate) fn unpatched(x: &Tensor, shape: &BlockShape, out: &Tensor) -> Result<()> {
+    launch("unpatched", (x, out), shape, ([0, 0], 0), shape.fine)
 }
 
 fn launch(

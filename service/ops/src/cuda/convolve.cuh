@@ -71,9 +71,11 @@ struct AddArguments {
     unsigned long long rows;
     unsigned channels;
     unsigned adds;  // to what is there, rather than over it
+    float factor;
+    unsigned unused;
 };
 
-// `out = x + bias`, or `out += x + bias`.
+// `out = factor x + bias`, or `out += factor x + bias`.
 template <class T, bool WIDE>
 __device__ inline void add_rows(const AddArguments& a) {
     const unsigned units = (a.channels + UNIT - 1) / UNIT;
@@ -83,6 +85,7 @@ __device__ inline void add_rows(const AddArguments& a) {
     if (row >= a.rows) return;
     float numbers[UNIT], more[UNIT];
     read_unit<WIDE>(static_cast<const T*>(a.x) + row * a.x_stride, at, a.channels, numbers);
+    for (unsigned n = 0; n < UNIT; n++) numbers[n] *= a.factor;
     if (a.bias) {
         read_unit<WIDE>(static_cast<const T*>(a.bias), at, a.channels, more);
         for (unsigned n = 0; n < UNIT; n++) numbers[n] += more[n];

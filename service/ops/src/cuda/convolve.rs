@@ -109,7 +109,7 @@ pub(crate) fn convolve(
     if shape.is_product() {
         let rows = x.reshape((shape.positions(), shape.inputs))?;
         let product = rows.matmul(&filter.held.reshape((shape.outputs, shape.inputs))?.t()?)?;
-        return add_rows(&product, bias, onto == Onto::Itself, out);
+        return add_rows(&product, 1.0, bias, onto == Onto::Itself, out);
     }
     if uses_cudnn_in(x.dtype()) {
         match onto {
@@ -121,7 +121,7 @@ pub(crate) fn convolve(
             Onto::Itself => {
                 let sum = unwritten(out.dims(), out.dtype(), device)?;
                 if by_cudnn(x, filter, bias, shape, &sum)? {
-                    return add_rows(&sum, None, true, out);
+                    return add_rows(&sum, 1.0, None, true, out);
                 }
             }
         }
@@ -204,6 +204,7 @@ fn by_patches(
         let product = patches.matmul(&weight)?;
         add_rows(
             &product,
+            1.0,
             bias,
             onto == Onto::Itself,
             &rows_out.narrow(0, first, positions)?,

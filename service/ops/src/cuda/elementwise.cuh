@@ -69,13 +69,15 @@ __device__ inline void copy_rows(const CopyArguments& a) {
 }
 
 // The activations of `activation.rs`, in its order.
-enum Nonlinearity : unsigned { GELU, GELU_TANH, QUICK_GELU, SILU };
+enum Nonlinearity : unsigned { GELU, GELU_TANH, QUICK_GELU, SILU, TANH, HARD_TANH };
 
-__device__ inline float activated(float v, unsigned by) {
+__device__ inline float activated(float v, unsigned by, float most) {
     switch (by) {
         case GELU: return 0.5f * v * (1.0f + erff(v * 0.70710678118654752f));
         case GELU_TANH: return v / (1.0f + expf(-1.5957691216057308f * (v + 0.044715f * v * v * v)));
         case QUICK_GELU: return v / (1.0f + expf(-1.702f * v));
+        case TANH: return tanhf(v);
+        case HARD_TANH: return v < -most ? -most : v > most ? most : v;
         default: return v / (1.0f + expf(-v));
     }
 }
@@ -90,14 +92,14 @@ struct GluArguments {
     unsigned by;
     unsigned has_up;
     unsigned wide;
-    unsigned unused;
+    float most;  // of a hard tanh
 };
 
 template <bool WIDE, class T>
 __device__ inline void glu_unit(const GluArguments& a, Unit unit) {
     float numbers[UNIT], up[UNIT];
     read_unit<WIDE>(a.gate.row<const T>(unit.row), unit.column, a.columns, numbers);
-    for (unsigned i = 0; i < UNIT; i++) numbers[i] = activated(numbers[i], a.by);
+    for (unsigned i = 0; i < UNIT; i++) numbers[i] = activated(numbers[i], a.by, a.most);
     if (a.has_up) {
         read_unit<WIDE>(a.up.row<const T>(unit.row), unit.column, a.columns, up);
         for (unsigned i = 0; i < UNIT; i++) numbers[i] *= up[i];

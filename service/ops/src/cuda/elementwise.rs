@@ -41,7 +41,7 @@ struct GluArguments {
     by: u32,
     has_up: u32,
     wide: u32,
-    unused: u32,
+    most: f32,
 }
 
 #[repr(C)]
@@ -159,16 +159,25 @@ pub(crate) fn glu(gate: &Tensor, up: Option<&Tensor>, by: Nonlinearity, out: &Te
     let (of_gate, rows) = layout.place(gate)?;
     let (of_out, _) = layout.place(out)?;
     let of_up = up.map(|up| layout.place(up)).transpose()?;
+    // In the order of `elementwise.cuh`.
+    let (by, most) = match by {
+        Nonlinearity::Gelu => (0, 0.0),
+        Nonlinearity::GeluTanh => (1, 0.0),
+        Nonlinearity::QuickGelu => (2, 0.0),
+        Nonlinearity::Silu => (3, 0.0),
+        Nonlinearity::Tanh => (4, 0.0),
+        Nonlinearity::HardTanh { most } => (5, most),
+    };
     let arguments = GluArguments {
         gate: of_gate,
         up: of_up.map_or(StridedRows::default(), |(place, _)| place),
         out: of_out,
         rows,
         columns: narrow(columns)?,
-        by: by as u32,
+        by,
         has_up: up.is_some().into(),
         wide: layout.is_wide.into(),
-        unused: 0,
+        most,
     };
     let device = out.device().as_cuda_device()?;
     let name = format!("glu_{}", kernel_dtype(out.dtype())?);

@@ -88,6 +88,10 @@ FINISH_PRODUCT(bf16, __nv_bfloat16)
     MAP_KERNEL(average_blocks_wide_##dtype, BlocksArguments, average_blocks<T, true>)                            \
     MAP_KERNEL(add_repeated_##dtype, BlocksArguments, add_repeated<T, false>)                                    \
     MAP_KERNEL(add_repeated_wide_##dtype, BlocksArguments, add_repeated<T, true>)                                \
+    MAP_KERNEL(patched_##dtype, BlocksArguments, patched<T, false>)                                              \
+    MAP_KERNEL(patched_wide_##dtype, BlocksArguments, patched<T, true>)                                          \
+    MAP_KERNEL(unpatched_##dtype, BlocksArguments, unpatched<T, false>)                                          \
+    MAP_KERNEL(unpatched_wide_##dtype, BlocksArguments, unpatched<T, true>)                                      \
     MAP_KERNEL(taps_first_##dtype, TapsArguments, taps_first<T>)                                                 \
     MAP_KERNEL(unroll_##dtype, UnrollArguments, unroll<T, false>)                                                \
     MAP_KERNEL(unroll_wide_##dtype, UnrollArguments, unroll<T, true>)                                            \
@@ -100,6 +104,7 @@ FINISH_PRODUCT(bf16, __nv_bfloat16)
     MAP_KERNEL(blend_##dtype, BlendArguments, blend<T>)                                                          \
     MAP_KERNEL(snake_##dtype, SnakeArguments, snake<T, false>)                                                   \
     MAP_KERNEL(snake_wide_##dtype, SnakeArguments, snake<T, true>)                                               \
+    MAP_KERNEL(antialiased_snake_##dtype, AntialiasArguments, antialiased_snake<T>)                              \
     MAP_KERNEL(weight_scales_##dtype, ScalesArguments, weight_scales<T>)                                         \
     MAP_KERNEL(fold_weight_##dtype, FoldArguments, fold_weight<T>)
 MAP_KERNEL(pcm16, Pcm16Arguments, pcm16)

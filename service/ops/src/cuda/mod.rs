@@ -36,7 +36,7 @@ use crate::planned::Planned;
 
 pub(crate) use apply_norm::{add_rows, apply_norm};
 pub(crate) use attention::attention;
-pub(crate) use blocks::{add_repeated, average_blocks};
+pub(crate) use blocks::{add_repeated, average_blocks, patched, unpatched};
 pub(crate) use code::Recorder;
 pub(crate) use convolve::{convolve, taps_first, unwritten};
 pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
@@ -48,7 +48,7 @@ pub(crate) use moments::group_moments;
 pub(crate) use norm::norm;
 pub(crate) use pictures::{blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
 pub(crate) use rope::qk_norm_rope;
-pub(crate) use sequence::{folded, pcm16, snake, weight_scales};
+pub(crate) use sequence::{antialiased_snake, folded, pcm16, snake, weight_scales};
 
 /// Fat binary of `kernels.cu`. Empty in type checks.
 static KERNELS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));

@@ -60,6 +60,70 @@ __device__ inline void snake(const SnakeArguments& a) {
     }
 }
 
+// Rows that a thread activates one after the other, and taps of a filter; as in `cuda/sequence.rs`.
+constexpr unsigned ANTIALIASED_ROWS = 32;
+constexpr int ANTIALIAS_TAPS = 12;
+
+// Mirrors the struct in `cuda/sequence.rs`.
+struct AntialiasArguments {
+    const float* x;      // [rows, channels]
+    const float* alpha;  // [channels]
+    const float* beta;   // [channels]
+    void* out;           // T, [rows, channels]
+    unsigned long long rows;
+    unsigned channels, unused;
+    float taps[ANTIALIAS_TAPS];
+};
+
+// Number `at` of a channel of the sequence at twice the rate, activated; those at its ends stand for those beyond.
+__device__ inline float doubled(const AntialiasArguments& a, const float* x, long long at, float frequency,
+                                float height) {
+    const long long rows = static_cast<long long>(a.rows);
+    at = min(max(at, 0LL), 2 * rows - 1);
+    const long long first = at / 2 - 3 + at % 2;
+    const bool is_odd = at % 2 != 0;
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < ANTIALIAS_TAPS / 2; n++) {
+        const long long row = min(max(first + n, 0LL), rows - 1);
+        const float tap = 2.0f * (is_odd ? a.taps[ANTIALIAS_TAPS - 2 - 2 * n] : a.taps[ANTIALIAS_TAPS - 1 - 2 * n]);
+        sum += tap * x[row * a.channels];
+    }
+    const float s = sinf(sum * frequency);
+    return sum + height * (s * s);
+}
+
+// A thread has one channel of some rows, and of the doubled rows those that its next row sees.
+template <class T>
+__device__ inline void antialiased_snake(const AntialiasArguments& a) {
+    const unsigned long long i = static_cast<unsigned long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const unsigned channel = static_cast<unsigned>(i % a.channels);
+    const unsigned long long first = i / a.channels * ANTIALIASED_ROWS;
+    if (first >= a.rows) return;
+    const unsigned long long end = min(first + ANTIALIASED_ROWS, a.rows);
+    const float frequency = expf(a.alpha[channel]), height = 1.0f / (expf(a.beta[channel]) + 1e-9f);
+    const float* x = a.x + channel;
+    float seen[ANTIALIAS_TAPS];
+    const long long begin = 2 * static_cast<long long>(first) - (ANTIALIAS_TAPS / 2 - 1);
+#pragma unroll
+    for (int n = 0; n < ANTIALIAS_TAPS; n++) seen[n] = doubled(a, x, begin + n, frequency, height);
+    for (unsigned long long row = first; row < end; row++) {
+        float even = 0, odd = 0;
+#pragma unroll
+        for (int n = 0; n < ANTIALIAS_TAPS; n += 2) {
+            even += a.taps[n] * seen[n];
+            odd += a.taps[n + 1] * seen[n + 1];
+        }
+        static_cast<T*>(a.out)[row * a.channels + channel] = from_f32<T>(even + odd);
+        if (row + 1 == end) break;
+#pragma unroll
+        for (int n = 0; n < ANTIALIAS_TAPS - 2; n++) seen[n] = seen[n + 2];
+        const long long next = 2 * static_cast<long long>(row) + ANTIALIAS_TAPS / 2 + 1;
+        seen[ANTIALIAS_TAPS - 2] = doubled(a, x, next, frequency, height);
+        seen[ANTIALIAS_TAPS - 1] = doubled(a, x, next + 1, frequency, height);
+    }
+}
+
 struct Pcm16Arguments {
     const float* x;
     int16_t* out;
@@ -75,11 +139,16 @@ __device__ inline void pcm16(const Pcm16Arguments& a) {
     if (!isfinite(a.x[i])) *a.strange = 1;
 }
 
+// Mirrors the struct in `cuda/sequence.rs`.
 struct ScalesArguments {
     const void* direction;  // T, [rows, columns]
-    const float* length;    // [rows]
+    const float* length;    // [rows]; null: by the gain
     float* out;             // [rows]
     unsigned long long columns;
+    float gain;
+    float added;     // to the norm that the gain is divided by
+    unsigned keeps;  // the gain alone: rows keep their length
+    unsigned unused;
 };
 
 // Length over norm: a block for each row.
@@ -93,7 +162,9 @@ __device__ inline void weight_scales(const ScalesArguments& a) {
         sum += number * number;
     }
     sum = sum_of_block(sum, warps);
-    if (threadIdx.x == 0) a.out[blockIdx.x] = a.length[blockIdx.x] / sqrtf(sum);
+    if (threadIdx.x > 0) return;
+    const float norm = sqrtf(sum);
+    a.out[blockIdx.x] = a.length ? a.length[blockIdx.x] / norm : a.keeps ? a.gain : a.gain / (norm + a.added);
 }
 
 struct FoldArguments {

@@ -7,11 +7,14 @@ use super::convolve::unwritten;
 use super::moments::is_wide;
 use super::pictures::{cleared_flag, is_finite};
 use super::{Card, THREADS, UNIT, address_of, kernel_dtype};
-use crate::Snake;
 use crate::sequence::Fold;
+use crate::{ANTIALIAS_TAPS, RowLength, Snake};
 
 /// Rows that a thread activates, with the factors of its channels.
 const ROWS_OF_THREAD: usize = 8;
+
+/// Rows that a thread activates at twice the rate, as in `sequence.cuh`.
+const ANTIALIASED_ROWS: usize = 32;
 
 /// Mirrors the struct in `sequence.cuh`.
 #[repr(C)]
@@ -35,6 +38,23 @@ unsafe impl DeviceRepr for SnakeArguments {}
 /// Mirrors the struct in `sequence.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]
+struct AntialiasArguments {
+    x: u64,
+    alpha: u64,
+    beta: u64,
+    out: u64,
+    rows: u64,
+    channels: u32,
+    unused: u32,
+    taps: [f32; ANTIALIAS_TAPS],
+}
+
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for AntialiasArguments {}
+
+/// Mirrors the struct in `sequence.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy)]
 struct Pcm16Arguments {
     x: u64,
     out: u64,
@@ -53,6 +73,10 @@ struct ScalesArguments {
     length: u64,
     out: u64,
     columns: u64,
+    gain: f32,
+    added: f32,
+    keeps: u32,
+    unused: u32,
 }
 
 // SAFETY: plain data with C layout.
@@ -108,6 +132,36 @@ pub(crate) fn snake(x: &Tensor, snake: Option<&Snake>, before: usize, out: &Tens
     unsafe { Card::of(device)?.launch(&device.cuda_stream(), name, grid, THREADS, &arguments) }
 }
 
+/// [`crate::antialiased_snake`] of a sequence that is not empty. Shapes, dtypes and layouts are validated by the caller.
+pub(crate) fn antialiased_snake(
+    x: &Tensor,
+    snake: &Snake,
+    taps: &[f32; ANTIALIAS_TAPS],
+    out: &Tensor,
+) -> Result<()> {
+    let (rows, channels) = x.dims2()?;
+    let arguments = AntialiasArguments {
+        x: address_of(x)?,
+        alpha: address_of(&snake.alpha)?,
+        beta: address_of(&snake.beta)?,
+        out: address_of(out)?,
+        rows: rows as u64,
+        channels: channels as u32,
+        unused: 0,
+        taps: *taps,
+    };
+    let name = format!("antialiased_snake_{}", kernel_dtype(out.dtype())?);
+    let grid = (
+        (rows.div_ceil(ANTIALIASED_ROWS) * channels).div_ceil(THREADS),
+        1,
+        1,
+    );
+    let device = out.device().as_cuda_device()?;
+    // SAFETY: the arguments have the kernel's layout, and point to tensors of these rows and channels that live until
+    // this is enqueued. Rows that are read are within the sequence; a thread writes its own numbers alone.
+    unsafe { Card::of(device)?.launch(&device.cuda_stream(), name, grid, THREADS, &arguments) }
+}
+
 /// [`crate::pcm16()`] of contiguous f32.
 pub(crate) fn pcm16(samples: &Tensor) -> Result<(Vec<u8>, bool)> {
     let device = samples.device().as_cuda_device()?;
@@ -137,26 +191,32 @@ pub(crate) fn pcm16(samples: &Tensor) -> Result<(Vec<u8>, bool)> {
     Ok((out.to_vec1::<u8>()?, is_finite(&strange)?))
 }
 
-/// `length / ‖direction‖` of each row, f32; as many lengths as rows, of which there is at least one.
-pub(crate) fn weight_scales(direction: &Tensor, length: &Tensor) -> Result<Tensor> {
+/// `length / ‖direction‖` of each row, f32; as many lengths as rows where they are stored, and at least one row.
+pub(crate) fn weight_scales(direction: &Tensor, length: RowLength<'_>) -> Result<Tensor> {
     let direction = direction.contiguous()?;
-    let rows = length.elem_count();
+    let rows = direction.dim(0)?;
+    let columns = direction.elem_count() / rows;
     let device = direction.device().as_cuda_device()?;
     // Files may hold lengths in another dtype than directions.
-    let length = match length.dtype() {
-        DType::F32 => length.contiguous()?,
-        _ => {
-            let wide = unwritten(&[rows], DType::F32, device)?;
-            crate::copy_rows(&length.contiguous()?.flatten_all()?, &wide)?;
-            wide
-        }
+    let stored = match length {
+        RowLength::Stored(lengths) => Some(crate::in_dtype(lengths, DType::F32)?),
+        RowLength::Own { .. } | RowLength::Gain { .. } => None,
+    };
+    let (gain, added, keeps) = match length {
+        RowLength::Stored(_) => (1.0, 0.0, false),
+        RowLength::Own { gain } => (gain, 0.0, true),
+        RowLength::Gain { gain, epsilon } => (gain, epsilon * (columns as f64).sqrt(), false),
     };
     let scales = unwritten(&[rows], DType::F32, device)?;
     let arguments = ScalesArguments {
         direction: address_of(&direction)?,
-        length: address_of(&length)?,
+        length: stored.as_ref().map_or(Ok(0), address_of)?,
         out: address_of(&scales)?,
-        columns: (direction.elem_count() / rows) as u64,
+        columns: columns as u64,
+        gain: gain as f32,
+        added: added as f32,
+        keeps: keeps.into(),
+        unused: 0,
     };
     let name = format!("weight_scales_{}", kernel_dtype(direction.dtype())?);
     // SAFETY: the arguments have the kernel's layout, and point to `rows` rows, which live until this is enqueued; a
@@ -167,7 +227,7 @@ pub(crate) fn weight_scales(direction: &Tensor, length: &Tensor) -> Result<Tenso
 
 /// The filter `[outputs, taps, inputs]` of a contiguous weight, whose rows have these scales.
 pub(crate) fn folded(direction: &Tensor, scales: &Tensor, fold: &Fold, dtype: DType) -> Result<Tensor> {
-    let direction = direction.to_dtype(dtype)?;
+    let direction = crate::in_dtype(direction, dtype)?;
     let Fold {
         outputs,
         taps,

@@ -1,8 +1,8 @@
 use candle_core::Device;
 
 use super::*;
-use crate::pad_sequence;
 use crate::testing::{BF16_OPERATION, assert_close, here, random};
+use crate::{RowLength, pad_sequence};
 
 /// The reference in f64: `torch.nn.functional.conv1d` and `conv_transpose1d` of `x`, `[n, in]`.
 fn naive(x: &Tensor, weight: &Tensor, bias: &[f64], through: Through) -> Result<Tensor> {
@@ -129,12 +129,55 @@ fn sequences_are_convolved_as_defined() -> Result<()> {
                 for of_lengths in [dtype, DType::F32] {
                     let weight = NormedWeight {
                         direction: &v,
-                        length: &there(&length)?.to_dtype(of_lengths)?,
+                        length: RowLength::Stored(&there(&length)?.to_dtype(of_lengths)?),
                     };
                     let filter = SequenceFilter::new(weight, Some(&b), shape, dtype)?;
                     assert_close(&run(&filter, &there(&x)?)?, &expected, most)?;
                 }
             }
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn rows_keep_their_length_or_get_a_gain() -> Result<()> {
+    let shape = SequenceShape {
+        through: Through::Dilated { dilation: 1 },
+        taps: 7,
+        inputs: 5,
+        outputs: 12,
+    };
+    let (direction, _, bias) = of(&shape)?;
+    let (x, biases) = (random(&[20, 5], 4)?, bias.to_dtype(DType::F64)?.to_vec1::<f64>()?);
+    let (gain, epsilon) = (1.75, 0.125);
+    let own = RowLength::Own { gain };
+    for (length, added) in [(own, None), (RowLength::Gain { gain, epsilon }, Some(epsilon))] {
+        for dtype in [DType::F32, DType::BF16] {
+            let there = |t: &Tensor| here(t).to_dtype(dtype);
+            let rounded = |t: &Tensor| t.to_dtype(dtype)?.to_dtype(DType::F32);
+            let wide = rounded(&direction)?.to_dtype(DType::F64)?;
+            let weight = match added {
+                None => (wide * gain)?,
+                Some(epsilon) => {
+                    let norm = wide.sqr()?.sum_keepdim(2)?.sum_keepdim(1)?.sqrt()?;
+                    let divisor = (norm + epsilon * 35f64.sqrt())?;
+                    (wide.broadcast_div(&divisor)? * gain)?
+                }
+            };
+            let biases: Vec<f64> = match dtype {
+                DType::F32 => biases.clone(),
+                _ => rounded(&bias)?.to_dtype(DType::F64)?.to_vec1()?,
+            };
+            let expected = naive(&rounded(&x)?, &weight, &biases, shape.through)?;
+            let v = there(&direction)?;
+            let weight = NormedWeight {
+                direction: &v,
+                length,
+            };
+            let filter = SequenceFilter::new(weight, Some(&there(&bias)?), shape, dtype)?;
+            let most = if dtype == DType::F32 { 1e-6 } else { BF16_OPERATION };
+            assert_close(&run(&filter, &there(&x)?)?, &expected, most)?;
         }
     }
     Ok(())
@@ -157,7 +200,7 @@ fn channels_beyond_the_weight_are_zeros() -> Result<()> {
     let (v, g, b) = (here(&direction), here(&length), here(&bias));
     let weight = NormedWeight {
         direction: &v,
-        length: &g,
+        length: RowLength::Stored(&g),
     };
     let x = random(&[30, 8], 4)?;
     let found = run(
@@ -187,7 +230,7 @@ fn a_row_does_not_depend_on_the_rows_computed_with_it() -> Result<()> {
         let (v, g, b) = (here(&direction), here(&length), here(&bias));
         let weight = NormedWeight {
             direction: &v,
-            length: &g,
+            length: RowLength::Stored(&g),
         };
         let filter = SequenceFilter::new(weight, Some(&b), shape, DType::F32)?;
         let all = here(&random(&[700, shape.inputs], 4)?);
@@ -226,7 +269,7 @@ fn a_filter_of_one_tap_adds_to_each_row() -> Result<()> {
         let (v, g, b) = (there(&direction)?, there(&length)?, there(&bias)?);
         let weight = NormedWeight {
             direction: &v,
-            length: &g,
+            length: RowLength::Stored(&g),
         };
         let filter = SequenceFilter::new(weight, Some(&b), shape, dtype)?;
         let product = run(&filter, &there(&x)?)?;
@@ -257,7 +300,7 @@ fn shapes_that_do_not_fit_are_refused() -> Result<()> {
     let (v, g, b) = (here(&direction), here(&length), here(&bias));
     let weight = NormedWeight {
         direction: &v,
-        length: &g,
+        length: RowLength::Stored(&g),
     };
     let tried = |shape| SequenceFilter::new(weight, Some(&b), shape, DType::F32);
     assert!(tried(shape).is_ok());

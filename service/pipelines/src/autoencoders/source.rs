@@ -19,14 +19,14 @@ pub(super) struct TensorSource<'a> {
 impl TensorSource<'_> {
     pub(super) fn tensor(&self, name: &str, shape: &[usize]) -> Result<Tensor, StageError> {
         let tensor = self.tensors.shaped(name, shape).map_err(missing)?;
-        Ok(tensor.to_dtype(self.dtype)?)
+        Ok(ops::in_dtype(&tensor, self.dtype)?)
     }
 
     /// A layer with a weight of this shape: if in full precision, in the dtype of maps.
     pub(super) fn layer(&self, name: &str, shape: &[usize]) -> Result<Convolution, StageError> {
         let weight = format!("{name}.weight");
         let weight = match self.tensors.shaped_weight(&weight, shape).map_err(missing)? {
-            Weight::Full(tensor) => Weight::Full(tensor.to_dtype(self.dtype)?),
+            Weight::Full(tensor) => Weight::Full(ops::in_dtype(&tensor, self.dtype)?),
             quantized @ Weight::Quantized(_) => quantized,
         };
         let bias = self.tensor(&format!("{name}.bias"), &shape[..1])?;

@@ -92,15 +92,15 @@ impl Branch {
     /// # Errors
     /// Errors of the device; [`StageError::BadInput`] for a text that is too long.
     pub(super) fn embedded_text(&self, states: &Tensor) -> Result<Tensor, StageError> {
-        let (_, tokens, _) = states.dims3()?;
+        let (batch, tokens, width) = states.dims3()?;
         let most = self.config.text_len;
-        let Some(missing) = most.checked_sub(tokens) else {
+        if tokens > most {
             let problem = format!("a text of {tokens} tokens where {most} are the most");
             return Err(StageError::BadInput(problem));
-        };
-        Ok(self
-            .text
-            .forward(&states.pad_with_zeros(1, 0, missing)?.contiguous()?)?)
+        }
+        let padded = Tensor::zeros((batch, most, width), states.dtype(), states.device())?;
+        ops::copy_rows(states, &padded.narrow(1, 0, tokens)?)?;
+        Ok(self.text.forward(&padded)?)
     }
 
     /// Linear layers that a step runs.

@@ -20,9 +20,9 @@ use crate::linear::Linear;
 use crate::mmdit::SINUSOIDS;
 use crate::rotary::{Rotations, Rounded, rotations};
 use crate::sinusoids::precise_sinusoids;
-use crate::wan::TokenCounts;
 use crate::wan::blocks::KeysValues;
 use crate::wan::modulation::Tables;
+use crate::wan::{TokenCounts, patches_last};
 
 /// Name of the component.
 pub(crate) const TRANSFORMER: &str = "transformer";
@@ -123,7 +123,7 @@ impl FusionTransformer {
         };
         let (transformer, weight, bias) = read().map_err(StageError::missing_in(TRANSFORMER))?;
         Ok(FusionTransformer {
-            patches: Linear::of(patches_last(&weight)?, Some(bias)),
+            patches: Linear::of(patches_last(&weight, &[channels])?, Some(bias)),
             ..transformer
         })
     }
@@ -325,14 +325,6 @@ fn turns_at(at: f64, width: usize, theta: f64) -> Vec<(f32, f32)> {
         (sin as f32, cos as f32)
     };
     (0..width / 2).map(turn).collect()
-}
-
-/// The weight of the embedding of patches, `[width, channels, 1, 2, 2]`, as a matrix whose columns are in the order in which the
-/// last layer writes a patch: cell by cell, channels last.
-fn patches_last(weight: &Tensor) -> candle_core::Result<Tensor> {
-    let (width, channels, ..) = weight.dims5()?;
-    let cells = weight.reshape((width, channels, 4))?.transpose(1, 2)?;
-    cells.contiguous()?.reshape((width, 4 * channels))
 }
 
 /// Predicted activation bytes of `steps` steps over these tokens, under so many conditions of a text each. Not included are the

@@ -27,6 +27,7 @@ pub use config::TransformerConfig;
 pub(crate) use layout::layout;
 pub use model::{Wan, WanModel};
 pub use times::{Times, TokenCounts};
+pub(crate) use transformer::patches_last;
 pub use transformer::{Seen, StepBuffers, Texts, Transformer, denoise_scratch};
 
 /// The further names of the transformer's layers, and its tensors.

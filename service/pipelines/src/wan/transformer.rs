@@ -102,8 +102,12 @@ impl Transformer {
             Ok((transformer, patches, bias))
         };
         let (transformer, patches, bias) = read().map_err(StageError::missing_in(component))?;
+        let parts = match config.conditions() {
+            0 => vec![config.out_channels],
+            conditions => vec![config.out_channels, conditions],
+        };
         Ok(Transformer {
-            patches_in: Linear::of(patches_last(&patches, config)?, Some(bias)),
+            patches_in: Linear::of(patches_last(&patches, &parts)?, Some(bias)),
             ..transformer
         })
     }
@@ -255,27 +259,19 @@ impl Transformer {
 }
 
 /// The weight of the embedding of patches, `[width, channels, 1, 2, 2]`, as a matrix whose columns are in the order in which the
-/// last layer writes a patch: cell by cell, channels last; the latent's, then those of its condition.
-fn patches_last(weight: &Tensor, config: &TransformerConfig) -> candle_core::Result<Tensor> {
-    let (width, device) = (config.width(), weight.device());
-    let weight = weight
-        .to_device(&Device::Cpu)?
-        .reshape((width, config.in_channels, 4))?;
-    let columns = |first: usize, count: usize| {
-        let channels = weight.narrow(1, first, count)?.transpose(1, 2)?.contiguous()?;
-        channels.reshape((width, 4 * count))
-    };
-    let all = match config.conditions() {
-        0 => columns(0, config.out_channels)?,
-        conditions => Tensor::cat(
-            &[
-                columns(0, config.out_channels)?,
-                columns(config.out_channels, conditions)?,
-            ],
-            1,
-        )?,
-    };
-    all.contiguous()?.to_device(device)
+/// last layer writes a patch: cell by cell, channels last; first those of the first of the `parts` that make up the channels. It
+/// is small, and is rearranged in host memory.
+pub(crate) fn patches_last(weight: &Tensor, parts: &[usize]) -> candle_core::Result<Tensor> {
+    let (width, channels, ..) = weight.dims5()?;
+    let on_host = weight.to_device(&Device::Cpu)?.reshape((width, channels, 4))?;
+    let mut first = 0;
+    let mut columns = Vec::with_capacity(parts.len());
+    for count in parts {
+        let part = on_host.narrow(1, first, *count)?.transpose(1, 2)?.contiguous()?;
+        columns.push(part.reshape((width, 4 * count))?);
+        first += count;
+    }
+    Tensor::cat(&columns, 1)?.contiguous()?.to_device(weight.device())
 }
 
 /// Predicted activation bytes of `steps` steps of a batch over these tokens: the buffers, the keys and values of the texts, the

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
-use ops::{NormedWeight, SequenceFilter, SequenceShape, Snake, Through};
+use ops::{NormedWeight, RowLength, SequenceFilter, SequenceShape, Snake, Through};
 use pipelines::autoencoders::oobleck::{
     OobleckConfig, OobleckDecoder, OobleckEncoder, Windows, decode_ladder, encode_ladder, pcm16_from_samples,
 };
@@ -204,7 +204,7 @@ fn duration_of_layers() {
             let (weight, bias) = (
                 NormedWeight {
                     direction: &direction,
-                    length: &length,
+                    length: RowLength::Stored(&length),
                 },
                 numbers(&[shape.outputs]),
             );
@@ -239,7 +239,7 @@ fn duration_of_layers() {
         let (direction, length) = (numbers(&[channels, channels, 1]), numbers(&[channels]));
         let weight = NormedWeight {
             direction: &direction,
-            length: &length,
+            length: RowLength::Stored(&length),
         };
         let one = shape(Through::Dilated { dilation: 1 }, 1, channels, channels);
         let filter = SequenceFilter::new(weight, Some(&snake.beta), one, DType::BF16).expect("a filter");

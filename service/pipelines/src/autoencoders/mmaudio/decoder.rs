@@ -3,11 +3,11 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use model::StageError;
-use ops::copy_rows;
+use ops::{Affine, ChannelNorm, MapReading, copy_rows};
 
 use super::COMPONENT;
 use super::config::MmAudioConfig;
-use super::layers::{Loaded, Outcome, Source};
+use super::layers::{Loaded, Outcome, Source, read_rows};
 use super::shapes::{DEVIATION, MEAN};
 
 /// The decoder of spectrograms. Weights are made filters when it is made, which takes the bytes that
@@ -17,8 +17,8 @@ pub struct MmAudioDecoder {
     config: MmAudioConfig,
     device: Device,
     layers: Vec<Loaded>,
-    mean: Tensor,
-    deviation: Tensor,
+    /// Deviations and means of bins.
+    scale: Affine,
 }
 
 impl MmAudioDecoder {
@@ -60,14 +60,16 @@ impl MmAudioDecoder {
         let layers = layers.iter().map(|layer| source.layer(layer));
         let of_bins = |name: &str| -> Outcome<Tensor> {
             let tensor = source.tensor(name, &[1, config.mel_bins, 1])?;
-            Ok(tensor.to_dtype(DType::F32)?.reshape((1, config.mel_bins))?)
+            Ok(ops::in_dtype(&tensor, DType::F32)?.flatten_all()?)
         };
-        let mean = of_bins(MEAN)?;
+        let scale = Affine {
+            factors: of_bins(DEVIATION)?,
+            summands: of_bins(MEAN)?,
+        };
         Ok(MmAudioDecoder {
-            device: mean.device().clone(),
+            device: scale.summands.device().clone(),
             layers: layers.collect::<Outcome<_>>()?,
-            deviation: of_bins(DEVIATION)?,
-            mean,
+            scale,
             config: config.clone(),
         })
     }
@@ -94,8 +96,11 @@ impl MmAudioDecoder {
         for layer in &self.layers {
             x = layer.run(x, cancelled)?;
         }
-        let mel = x.narrow(1, 0, self.config.mel_bins)?;
-        let mel = mel.broadcast_mul(&self.deviation)?.broadcast_add(&self.mean)?;
+        let scaled = MapReading {
+            norm: ChannelNorm::Affine(&self.scale),
+            ..MapReading::PLAIN
+        };
+        let mel = read_rows(&x.narrow(1, 0, self.config.mel_bins)?, &scaled)?;
         match ops::all_finite(&mel)? {
             true => Ok(mel),
             false => Err(StageError::NotFinite {

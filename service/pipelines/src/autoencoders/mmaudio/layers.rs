@@ -1,23 +1,23 @@
 //! The layers of the decoder with their tensors, over sequences `[time, channels]` of f32. Convolutions read them in the
 //! dtype of the device.
 
-use candle_core::{D, DType, Tensor};
+use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use model::StageError;
-use ops::{NormedWeight, SequenceFilter};
+use ops::{ChannelNorm, Enlarge, MapReading, Nonlinearity, NormedWeight, RowLength, SequenceFilter};
 
 use super::COMPONENT;
 use super::attention::Attention;
 use super::shapes::GAIN;
 use super::table::{Convolution, Layer, OfBlock};
-use crate::autoencoders::oobleck::convolve;
+use crate::autoencoders::oobleck::convolve_written;
 
 pub(super) type Outcome<T> = std::result::Result<T, StageError>;
 
 /// Added to lengths before a division, as the authors do.
 const EPSILON: f64 = 1e-4;
 /// Most of a number after a block.
-const MOST: f64 = 256.0;
+const MOST: f32 = 256.0;
 /// The root mean square of SiLU of normal numbers, by which activations are divided.
 const LENGTH_OF_SILU: f64 = 0.596;
 /// The part of a branch in a sum.
@@ -43,21 +43,27 @@ impl Source<'_> {
         self.tensors.shaped(name, shape).map_err(missing)
     }
 
-    /// A convolution times `gain`. Its weight is normalised if the file's is not: each row, of `n` numbers, is divided by
-    /// `1e-4 sqrt(n)` and its length.
+    /// The weight of a convolution, as the file has it.
+    pub(super) fn weight(&self, of: &Convolution) -> Outcome<Tensor> {
+        self.tensor(&format!("{}.weight", of.name), &of.shape_of_weight())
+    }
+
+    /// A convolution times `gain`.
     pub(super) fn convolution(&self, of: &Convolution, gain: f64) -> Outcome<Wide> {
-        let direction = self.tensor(&format!("{}.weight", of.name), &of.shape_of_weight())?;
-        let (inputs, _) = of.channels;
-        let row = (inputs * of.shape.taps) as f64;
-        let wide = direction.to_dtype(DType::F32)?.flatten_from(1)?;
-        let lengths = wide.sqr()?.sum_keepdim(D::Minus1)?.sqrt()?;
-        let length = match self.has_normalised_weights {
-            true => lengths.affine(gain, 0.0)?,
-            false => (&lengths / lengths.affine(1.0, EPSILON * row.sqrt())?)?.affine(gain, 0.0)?,
-        };
+        self.of_weight(of, &self.weight(of)?, gain)
+    }
+
+    /// A convolution with this weight times `gain`. The weight is normalised if the file's is not.
+    pub(super) fn of_weight(&self, of: &Convolution, weight: &Tensor, gain: f64) -> Outcome<Wide> {
         let weight = NormedWeight {
-            direction: &direction,
-            length: &length,
+            direction: weight,
+            length: match self.has_normalised_weights {
+                true => RowLength::Own { gain },
+                false => RowLength::Gain {
+                    gain,
+                    epsilon: EPSILON,
+                },
+            },
         };
         Ok(Wide {
             filter: SequenceFilter::new(weight, None, of.shape, self.dtype)?,
@@ -67,7 +73,8 @@ impl Source<'_> {
 
     /// The gain of the last convolution.
     fn gain(&self) -> Outcome<f64> {
-        let gain = self.tensor(GAIN, &[1])?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
+        let gain = self.tensor(GAIN, &[1])?.to_device(&Device::Cpu)?;
+        let gain = gain.to_dtype(DType::F32)?.to_vec1::<f32>()?;
         Ok(f64::from(gain.first().copied().unwrap_or_default()) + 1.0)
     }
 
@@ -126,10 +133,18 @@ impl Loaded {
             Loaded::Attention(attention) => attention.forward(&x, cancelled),
             Loaded::Twice => {
                 let (rows, channels) = x.dims2()?;
-                let twice = x.unsqueeze(1)?.repeat((1, 2, 1))?;
-                Ok(twice.reshape((2 * rows, channels))?)
+                let twice = MapReading {
+                    enlarge: [Enlarge::Not, Enlarge::Twice, Enlarge::Not],
+                    ..MapReading::PLAIN
+                };
+                let out = ops::blank(&[2 * rows, 1, channels], DType::F32, x.device())?;
+                ops::apply_norm(&x.reshape((rows, 1, channels))?, &twice, [0; 3], &out)?;
+                Ok(out.squeeze(1)?)
             }
-            Loaded::Activation => Ok(x.silu()?),
+            Loaded::Activation => {
+                ops::activate(&x, Nonlinearity::Silu)?;
+                Ok(x)
+            }
         }
     }
 }
@@ -145,8 +160,24 @@ impl Wide {
     /// # Errors
     /// [`StageError::Cancelled`]; errors of the device.
     pub(super) fn run(&self, x: &Tensor, cancelled: &dyn Fn() -> bool) -> Outcome<Tensor> {
-        let x = x.to_dtype(self.dtype)?;
-        Ok(convolve(x, None, &self.filter, cancelled)?.to_dtype(DType::F32)?)
+        self.run_through(x, &ops::copy_rows, cancelled)
+    }
+
+    /// [`Wide::run`] of what `write` makes of the sequence, row by row: it writes it where it is read, in the dtype of the
+    /// device.
+    pub(super) fn run_through(
+        &self,
+        x: &Tensor,
+        write: &dyn Fn(&Tensor, &Tensor) -> candle_core::Result<()>,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Outcome<Tensor> {
+        let (rows, channels) = x.dims2()?;
+        let written = convolve_written(&self.filter, rows, cancelled, |reach| {
+            let read = Tensor::zeros((reach.read, channels), self.dtype, x.device())?;
+            write(x, &read.narrow(0, reach.before, rows)?)?;
+            Ok(read)
+        })?;
+        Ok(ops::in_dtype(&written, DType::F32)?)
     }
 }
 
@@ -161,23 +192,36 @@ pub(super) struct Block {
 
 impl Block {
     fn forward(&self, x: &Tensor, cancelled: &dyn Fn() -> bool) -> Outcome<Tensor> {
-        let x = normalised(x)?;
-        let branch = self.conv1.run(&x.silu()?, cancelled)?;
-        let branch = self.conv2.run(&branch.silu()?, cancelled)?;
-        let kept = match &self.shortcut {
-            Some(shortcut) => shortcut.run(&x, cancelled)?,
-            None => x.affine(parts_of_sum().0, 0.0)?,
-        };
-        let sum = (kept + branch)?;
-        Ok(match self.is_clamped {
-            true => sum.clamp(-MOST, MOST)?,
-            false => sum,
-        })
+        let inner = self.conv1.run(&normalised(x, true)?, cancelled)?;
+        ops::activate(&inner, Nonlinearity::Silu)?;
+        let x = normalised(x, false)?;
+        let sum = self.conv2.run(&inner, cancelled)?;
+        drop(inner);
+        match &self.shortcut {
+            Some(shortcut) => ops::add_rows(&shortcut.run(&x, cancelled)?, &sum)?,
+            None => ops::add_scaled(&x, parts_of_sum().0, &sum)?,
+        }
+        if self.is_clamped {
+            ops::activate(&sum, Nonlinearity::HardTanh { most: MOST })?;
+        }
+        Ok(sum)
     }
 }
 
-/// Every row of `[.., n]` divided by its root mean square.
-pub(super) fn normalised(x: &Tensor) -> candle_core::Result<Tensor> {
-    let lengths = x.sqr()?.mean_keepdim(D::Minus1)?.sqrt()?;
-    x.broadcast_div(&lengths.affine(1.0, EPSILON)?)
+/// Every row of `[rows, n]`, which may be a part of a longer one, divided by its root mean square, and activated.
+pub(super) fn normalised(x: &Tensor, silu: bool) -> candle_core::Result<Tensor> {
+    let reading = MapReading {
+        norm: ChannelNorm::Unit { eps: EPSILON },
+        silu,
+        ..MapReading::PLAIN
+    };
+    read_rows(x, &reading)
+}
+
+/// Rows `[rows, n]` of f32, which may be parts of longer ones, read into new ones.
+pub(super) fn read_rows(x: &Tensor, reading: &MapReading<'_>) -> candle_core::Result<Tensor> {
+    let (rows, channels) = x.dims2()?;
+    let out = ops::blank(&[1, rows, channels], DType::F32, x.device())?;
+    ops::apply_norm(&x.unsqueeze(0)?, reading, [0; 3], &out)?;
+    out.squeeze(0)
 }

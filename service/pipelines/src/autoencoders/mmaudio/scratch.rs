@@ -1,7 +1,7 @@
 //! Activation memory of a decode, derived from the configuration.
 
 use candle_core::DType;
-use ops::{Planned, allocated};
+use ops::{AttentionShape, MaskShape, Planned, allocated, attention_workspace};
 use residency::Bytes;
 
 use super::config::MmAudioConfig;
@@ -54,30 +54,33 @@ fn account(config: &MmAudioConfig, frames: usize, dtype: DType) -> Account {
                 let held = wide(rows, channels);
                 convolve(&mut account, &qkv, rows, held);
                 // The projections while the last of the three parts is normalised.
-                account.note(8 * held);
-                // The parts beside the scores and the weights.
-                account.note(5 * held + 2 * allocated(rows * rows * size_of::<f32>()));
+                account.note(7 * held);
+                // The parts and what they become, beside the scores.
+                let scores = match account.dtype() {
+                    DType::F32 => 0,
+                    _ => attention_workspace(1, rows, rows),
+                };
+                account.note(5 * held + allocated(scores));
+                let strides = (channels, channels);
+                let shape =
+                    AttentionShape::of_rows(rows, (1, channels), strides, DType::F32, MaskShape::None);
+                account.planned.push(Planned::Attention(shape));
                 convolve(&mut account, &out, rows, 2 * held);
             }
             Layer::Twice => {
                 account.note(3 * wide(rows, channels));
                 rows *= 2;
             }
-            Layer::Activation => account.note(2 * wide(rows, channels)),
+            Layer::Activation => account.note(wide(rows, channels)),
         }
     }
     account
 }
 
-/// A convolution beside `held` bytes, with a copy of what it reads in the dtype of its filter.
+/// A convolution beside `held` bytes, with a copy of its result where its filter has another dtype.
 fn convolve(account: &mut Account, of: &Convolution, rows: usize, held: u64) {
-    let is_copied = account.dtype() != DType::F32;
-    let copied = match is_copied {
-        true => account.bytes(rows, of.shape.inputs),
-        false => 0,
-    };
-    let (rows, written) = account.convolve(of.shape, (rows, held + copied, true), false);
-    if is_copied {
+    let (rows, written) = account.convolve(of.shape, (rows, held, true), false);
+    if account.dtype() != DType::F32 {
         account.note(held + written + wide(rows, of.shape.outputs));
     }
 }

@@ -3,7 +3,10 @@
 use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
 use model::StageError;
-use ops::{NormedWeight, SequenceFilter, SequenceShape, Snake, Through, pad_sequence, snake_in_place};
+use ops::{
+    NormedWeight, Reach, RowLength, SequenceFilter, SequenceShape, Snake, Through, pad_sequence,
+    snake_in_place,
+};
 
 use super::table::{Layer, dilated};
 use crate::autoencoders::source::missing;
@@ -59,7 +62,7 @@ struct Source<'a> {
 impl Source<'_> {
     fn tensor(&self, name: &str, shape: &[usize]) -> Outcome<Tensor> {
         let tensor = self.tensors.shaped(name, shape).map_err(missing)?;
-        Ok(tensor.to_dtype(self.dtype)?)
+        Ok(ops::in_dtype(&tensor, self.dtype)?)
     }
 
     /// A convolution from `inputs` to `outputs` channels: those of the weight, which may be fewer than the shape's.
@@ -82,7 +85,7 @@ impl Source<'_> {
         };
         let weight = NormedWeight {
             direction: &direction,
-            length: &length,
+            length: RowLength::Stored(&length),
         };
         Ok(SequenceFilter::new(weight, bias.as_ref(), shape, self.dtype)?)
     }
@@ -137,23 +140,35 @@ impl Source<'_> {
 
 /// A convolution of a contiguous sequence into a new one, after the activation if there is a Snake. The sequence is
 /// dropped as soon as it is read.
-pub(in crate::autoencoders) fn convolve(
+fn convolve(
     x: Tensor,
     snake: Option<&Snake>,
     filter: &SequenceFilter,
     cancelled: &dyn Fn() -> bool,
 ) -> Outcome<Tensor> {
+    let (rows, channels) = x.dims2()?;
+    convolve_written(filter, rows, cancelled, move |reach| {
+        let read = ops::blank(&[reach.read, channels], x.dtype(), x.device())?;
+        pad_sequence(&x, snake, reach.before, &read)?;
+        Ok(read)
+    })
+}
+
+/// A convolution of a sequence of `rows` rows, which `write` makes with the rows around it that are read.
+pub(in crate::autoencoders) fn convolve_written(
+    filter: &SequenceFilter,
+    rows: usize,
+    cancelled: &dyn Fn() -> bool,
+    write: impl FnOnce(Reach) -> candle_core::Result<Tensor>,
+) -> Outcome<Tensor> {
     if cancelled() {
         return Err(StageError::Cancelled);
     }
-    let (rows, channels) = x.dims2()?;
     let shape = filter.shape();
     let Some(reach) = shape.reach(rows) else {
         return Err(StageError::BadInput(format!("{rows} rows by {shape:?}")));
     };
-    let read = ops::blank(&[reach.read, channels], x.dtype(), x.device())?;
-    pad_sequence(&x, snake, reach.before, &read)?;
-    drop(x);
+    let read = write(reach)?;
     let written = ops::blank(&[reach.written, shape.outputs], read.dtype(), read.device())?;
     filter.convolve(&read, rows, &written)?;
     Ok(written.narrow(0, reach.skipped, reach.length)?)

@@ -21,7 +21,7 @@ mod windows;
 pub use config::OobleckConfig;
 pub use decoder::OobleckDecoder;
 pub use encoder::OobleckEncoder;
-pub(super) use layers::convolve;
+pub(super) use layers::convolve_written;
 pub use moments::OobleckMoments;
 pub(crate) use role::role;
 pub use samples::{pcm16_from_samples, samples_from_pcm16};

@@ -164,8 +164,9 @@ impl Decoding<'_> {
             )));
         }
         let decoder = self.decoder;
-        let planes = latent.to_device(&decoder.device)?.to_dtype(DType::F32)?;
-        let planes = planes.contiguous()?.reshape((1, decoder.config.z_dim, h, w))?;
+        // Contiguous before it is copied to a card: a view would take the memory of its whole tensor there.
+        let planes = ops::in_dtype(latent, DType::F32)?.to_device(&decoder.device)?;
+        let planes = planes.reshape((1, decoder.config.z_dim, h, w))?;
         let map = ops::planes_to_map(&planes, (1.0, 0.0), decoder.dtype)?.unsqueeze(0)?;
         drop(planes);
         let a = decoder.arithmetic(self.chunking, cancelled);

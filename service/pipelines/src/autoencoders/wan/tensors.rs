@@ -155,24 +155,16 @@ impl Arithmetic for Tensors<'_> {
             return Ok(frames.clone());
         }
         let [count, height, width, channels] = self.sides(frames)?;
-        let (rows, columns) = (height / patch, width / patch);
-        let blocks = frames.reshape(&[count, rows, patch, columns, patch, channels][..])?;
-        let blocks = blocks.permute([0, 1, 3, 5, 4, 2])?.contiguous()?;
-        Ok(blocks.reshape((count, rows, columns, channels * patch * patch))?)
+        let map = self.blank([count, height / patch, width / patch, channels * patch * patch])?;
+        ops::patched(frames, patch, &map)?;
+        Ok(map)
     }
 
     fn unpatch(&self, map: &Tensor, patch: usize, frames: &Tensor) -> Outcome<()> {
         if patch == 1 {
             return self.copy(map, frames);
         }
-        let [count, rows, columns, channels] = self.sides(map)?;
-        let channels = channels / patch / patch;
-        let blocks = map.reshape(&[count, rows, columns, channels, patch, patch][..])?;
-        let blocks = blocks.permute([0, 1, 5, 2, 4, 3])?.contiguous()?;
-        self.copy(
-            &blocks.reshape((count, rows * patch, columns * patch, channels))?,
-            frames,
-        )
+        Ok(ops::unpatched(map, patch, frames)?)
     }
 
     fn number(&self) -> usize {

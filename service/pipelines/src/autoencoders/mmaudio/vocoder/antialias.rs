@@ -2,26 +2,21 @@
 
 use std::f64::consts::PI;
 
-use candle_core::{DType, Result, Tensor};
-use ops::{Snake, snake_in_place};
+use candle_core::Tensor;
+use ops::{ANTIALIAS_TAPS, Snake, antialiased_snake};
+
+use super::super::layers::{Outcome, Wide};
 
 /// Taps of either filter.
-const TAPS: usize = 12;
+const TAPS: usize = ANTIALIAS_TAPS;
 /// Width of a filter's transition, as a part of the doubled rate.
 const HALF_WIDTH: f64 = 0.3;
-/// Rows before and after a sequence that the filters see: copies of those at its ends.
-const BEYOND: usize = 3;
 
 /// The activation of a sequence, with its filter.
 #[derive(Clone, Debug)]
 pub(super) struct Antialiased {
     snake: Snake,
-    filter: [f64; TAPS],
-}
-
-/// The taps that a doubled row has of six rows: every second one, the last first for the filter that doubles.
-fn every_second(filter: &[f64; TAPS], first: usize) -> impl Iterator<Item = f64> + Clone {
-    filter.iter().skip(first).step_by(2).copied()
+    filter: [f32; TAPS],
 }
 
 impl Antialiased {
@@ -29,59 +24,20 @@ impl Antialiased {
     pub(super) fn new(snake: Snake) -> Antialiased {
         Antialiased {
             snake,
-            filter: filter(),
+            filter: filter().map(|tap| tap as f32),
         }
     }
 
-    /// Activates a contiguous sequence `[n, channels]` of f32 into a new one.
-    ///
-    /// # Errors
-    /// Errors of the device.
-    pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let rows = x.dim(0)?;
-        // The doubled sequence as its even and its odd rows. Even row `2 t` sees the rows from `t - 3` to `t + 2`, odd row
-        // `2 t + 1` those from `t - 2` to `t + 3`, which is the reverse.
-        let (even, odd) = {
-            let x = with_ends(x, x, x)?;
-            let doubled = |first: usize, at: usize| {
-                let taps = every_second(&self.filter, first).map(|tap| 2.0 * tap);
-                let taps: Vec<f64> = taps.collect();
-                sum(&x, at, rows, taps.into_iter().rev())
-            };
-            (doubled(1, 0)?, doubled(0, 1)?)
-        };
-        for half in [&even, &odd] {
-            snake_in_place(half, &self.snake)?;
-        }
-        // Row `t` sees the doubled rows from `2 t - 5` to `2 t + 6`; before the first one is the first even row, after the
-        // last one the last odd row.
-        let even_rows = with_ends(&even, &even, &odd)?;
-        let odd_rows = with_ends(&odd, &even, &odd)?;
-        drop((even, odd));
-        let of_odd = sum(&odd_rows, 0, rows, every_second(&self.filter, 0))?;
-        drop(odd_rows);
-        of_odd + sum(&even_rows, 1, rows, every_second(&self.filter, 1))?
+    /// A convolution of the activated sequence `x`.
+    pub(super) fn before(
+        &self,
+        convolution: &Wide,
+        x: &Tensor,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Outcome<Tensor> {
+        let activate = |x: &Tensor, out: &Tensor| antialiased_snake(x, &self.snake, &self.filter, out);
+        convolution.run_through(x, &activate, cancelled)
     }
-}
-
-/// A sequence after copies of the first row of `first`, and before copies of the last row of `last`.
-fn with_ends(x: &Tensor, first: &Tensor, last: &Tensor) -> Result<Tensor> {
-    let before = first.narrow(0, 0, 1)?.repeat((BEYOND, 1))?;
-    let after = last.narrow(0, last.dim(0)? - 1, 1)?.repeat((BEYOND, 1))?;
-    Tensor::cat(&[&before, x, &after], 0)
-}
-
-/// The sum of as many rows from each row on as there are taps, each times its tap: `rows` rows, the first from row `at` on.
-fn sum(x: &Tensor, at: usize, rows: usize, taps: impl Iterator<Item = f64>) -> Result<Tensor> {
-    let mut sum: Option<Tensor> = None;
-    for (index, tap) in taps.enumerate() {
-        let part = x.narrow(0, at + index, rows)?.affine(tap, 0.0)?;
-        sum = Some(match sum {
-            None => part,
-            Some(sum) => (sum + part)?,
-        });
-    }
-    sum.ok_or_else(|| candle_core::Error::Msg("a filter without taps".to_owned()))
 }
 
 /// A low pass of half the doubled rate: a sinc in a Kaiser window, whose taps add up to one.
@@ -111,17 +67,6 @@ fn bessel(x: f64) -> f64 {
         sum += term;
     }
     sum
-}
-
-/// Vectors of Snake in f32.
-///
-/// # Errors
-/// Errors of the device.
-pub(super) fn wide(alpha: &Tensor, beta: &Tensor) -> Result<Snake> {
-    Ok(Snake {
-        alpha: alpha.to_dtype(DType::F32)?.contiguous()?,
-        beta: beta.to_dtype(DType::F32)?.contiguous()?,
-    })
 }
 
 #[cfg(test)]

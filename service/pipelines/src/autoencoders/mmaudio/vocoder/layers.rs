@@ -3,11 +3,11 @@
 use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
 use model::StageError;
-use ops::{NormedWeight, SequenceFilter};
+use ops::{NormedWeight, RowLength, SequenceFilter, Snake};
 
 use super::super::layers::{Outcome, Wide};
 use super::COMPONENT;
-use super::antialias::{Antialiased, wide};
+use super::antialias::Antialiased;
 use super::table;
 
 /// The tensors of a component.
@@ -28,24 +28,23 @@ impl Source<'_> {
         let name = &of.name;
         let shape = of.shape_of_weight();
         let normed = format!("{name}.weight_g");
-        let (direction, length) = match self.tensors.get(&normed) {
-            Ok(_) => (
-                self.tensor(&format!("{name}.weight_v"), &shape)?,
-                self.tensor(&normed, &[shape[0], 1, 1])?,
-            ),
-            Err(_) => {
-                let weight = self.tensor(&format!("{name}.weight"), &shape)?;
-                let squares = weight.to_dtype(DType::F32)?.flatten_from(1)?.sqr()?;
-                let lengths = squares.sum_keepdim(1)?.sqrt()?;
-                (weight, lengths)
-            }
+        let lengths = match self.tensors.get(&normed) {
+            Ok(_) => Some(self.tensor(&normed, &[shape[0], 1, 1])?),
+            Err(_) => None,
         };
-        let bias = self
-            .tensor(&format!("{name}.bias"), &[of.channels.1])?
-            .to_dtype(self.dtype)?;
+        let direction = match lengths {
+            Some(_) => format!("{name}.weight_v"),
+            None => format!("{name}.weight"),
+        };
+        let direction = self.tensor(&direction, &shape)?;
+        let bias = self.tensor(&format!("{name}.bias"), &[of.channels.1])?;
+        let bias = ops::in_dtype(&bias, self.dtype)?;
         let weight = NormedWeight {
             direction: &direction,
-            length: &length,
+            length: match &lengths {
+                Some(lengths) => RowLength::Stored(lengths),
+                None => RowLength::Own { gain: 1.0 },
+            },
         };
         Ok(Wide {
             filter: SequenceFilter::new(weight, Some(&bias), of.shape, self.dtype)?,
@@ -54,8 +53,14 @@ impl Source<'_> {
     }
 
     pub(super) fn activation(&self, name: &str, channels: usize) -> Outcome<Antialiased> {
-        let vector = |which: &str| self.tensor(&format!("{name}.act.{which}"), &[channels]);
-        Ok(Antialiased::new(wide(&vector("alpha")?, &vector("beta")?)?))
+        let vector = |which: &str| -> Outcome<Tensor> {
+            let vector = self.tensor(&format!("{name}.act.{which}"), &[channels])?;
+            Ok(ops::in_dtype(&vector, DType::F32)?)
+        };
+        Ok(Antialiased::new(Snake {
+            alpha: vector("alpha")?,
+            beta: vector("beta")?,
+        }))
     }
 
     pub(super) fn stage(&self, of: &table::Stage) -> Outcome<Stage> {
@@ -106,22 +111,19 @@ impl Stage {
     pub(super) fn forward(&self, x: Tensor, cancelled: &dyn Fn() -> bool) -> Outcome<Tensor> {
         let up = self.up.run(&x, cancelled)?;
         drop(x);
-        let mut all: Option<Tensor> = None;
+        let average = Tensor::zeros(up.shape(), DType::F32, up.device())?;
+        let share = 1.0 / self.blocks.len() as f64;
         for block in &self.blocks {
             let mut of_block = up.clone();
             for unit in block {
-                let branch = unit.conv1.run(&unit.first.forward(&of_block)?, cancelled)?;
-                let branch = unit.conv2.run(&unit.second.forward(&branch)?, cancelled)?;
-                of_block = (branch + of_block)?;
+                let inner = unit.first.before(&unit.conv1, &of_block, cancelled)?;
+                let sum = unit.second.before(&unit.conv2, &inner, cancelled)?;
+                drop(inner);
+                ops::add_rows(&of_block, &sum)?;
+                of_block = sum;
             }
-            all = Some(match all {
-                None => of_block,
-                Some(all) => (all + of_block)?,
-            });
+            ops::add_scaled(&of_block, share, &average)?;
         }
-        match all {
-            Some(all) => Ok(all.affine(1.0 / self.blocks.len() as f64, 0.0)?),
-            None => Ok(up),
-        }
+        Ok(average)
     }
 }

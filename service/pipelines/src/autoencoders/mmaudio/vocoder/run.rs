@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use gpu::ComponentTensors;
 use model::StageError;
-use ops::copy_rows;
+use ops::{Nonlinearity, copy_rows};
 
 use super::COMPONENT;
 use super::antialias::Antialiased;
@@ -86,8 +86,9 @@ impl Vocoder {
         for stage in &self.stages {
             x = stage.forward(x, cancelled)?;
         }
-        x = self.last.run(&self.activation.forward(&x)?, cancelled)?;
-        let track = x.narrow(1, 0, 1)?.contiguous()?.tanh()?;
+        x = self.activation.before(&self.last, &x, cancelled)?;
+        let track = ops::in_dtype(&x.narrow(1, 0, 1)?, DType::F32)?;
+        ops::activate(&track, Nonlinearity::Tanh)?;
         match ops::all_finite(&track)? {
             true => Ok(track),
             false => Err(StageError::NotFinite {

@@ -8,11 +8,11 @@ use super::config::VocoderConfig;
 use super::table::Convolution;
 use crate::autoencoders::oobleck::Account;
 
-/// Sequences of f32 that an activation takes at its peak: two halves of the doubled sequence, and three of a sum.
-const OF_ACTIVATION: u64 = 5;
+/// Sequences of f32 that an activation takes on the CPU: the one of twice the rate.
+const OF_ACTIVATION: u64 = 2;
 
-/// Sequences that a stage keeps while a block runs: its input, the sum of the blocks before, the block's, and its branch.
-const OF_STAGE: u64 = 4;
+/// Sequences that a stage keeps while a unit runs: its input, the average of the blocks, and the unit's own.
+const OF_STAGE: u64 = 3;
 
 /// Predicted peak of activation bytes of making a track of `frames` frames of a spectrogram: filters and sequences.
 pub fn vocode_scratch(config: &VocoderConfig, frames: usize, dtype: DType) -> Bytes {
@@ -41,29 +41,34 @@ fn account(config: &VocoderConfig, frames: usize, dtype: DType) -> Account {
         let held = wide(rows, stage.up.channels.0);
         rows = convolve(&mut account, &stage.up, rows, held);
         let sequence = wide(rows, stage.up.channels.1);
-        account.note((OF_STAGE + OF_ACTIVATION) * sequence);
         for unit in stage.blocks.iter().flatten() {
-            for convolution in &unit.convolutions {
-                convolve(&mut account, convolution, rows, (OF_STAGE + 1) * sequence);
+            // The second convolution also keeps what it reads.
+            for (convolution, held) in unit.convolutions.iter().zip([OF_STAGE, OF_STAGE + 1]) {
+                activate(&mut account, convolution, rows, held * sequence);
+                convolve(&mut account, convolution, rows, held * sequence);
             }
         }
     }
     let sequence = wide(rows, table.last.channels.0);
-    account.note((1 + OF_ACTIVATION) * sequence);
-    convolve(&mut account, &table.last, rows, 2 * sequence);
+    activate(&mut account, &table.last, rows, sequence);
+    convolve(&mut account, &table.last, rows, sequence);
     account
 }
 
-/// A convolution beside `held` bytes, with copies of what it reads and writes in the dtype of its filter. Returns the rows of
-/// its result.
+/// The activation before a convolution, beside `held` bytes. A card needs nothing for it.
+fn activate(account: &mut Account, before: &Convolution, rows: usize, held: u64) {
+    let is_on_cpu = account.dtype() == DType::F32;
+    if let (true, Some(reach)) = (is_on_cpu, before.shape.reach(rows)) {
+        let doubled = OF_ACTIVATION * allocated(rows * before.shape.inputs * size_of::<f32>());
+        account.note(held + account.bytes(reach.read, before.shape.inputs) + doubled);
+    }
+}
+
+/// A convolution beside `held` bytes, with a copy of its result where its filter has another dtype. Returns the rows of its
+/// result.
 fn convolve(account: &mut Account, of: &Convolution, rows: usize, held: u64) -> usize {
-    let is_copied = account.dtype() != DType::F32;
-    let copied = match is_copied {
-        true => account.bytes(rows, of.shape.inputs),
-        false => 0,
-    };
-    let (rows, written) = account.convolve(of.shape, (rows, held + copied, true), true);
-    if is_copied {
+    let (rows, written) = account.convolve(of.shape, (rows, held, true), true);
+    if account.dtype() != DType::F32 {
         account.note(held + written + allocated(rows * of.shape.outputs * size_of::<f32>()));
     }
     rows
