@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,12 @@ class Peak:
     bytes: int
     at: float = 0.0
     """When, on the monotonic clock."""
+
+    @property
+    def told(self) -> str:
+        """When, as logs say it."""
+        wall = time.time() - (time.monotonic() - self.at)
+        return datetime.fromtimestamp(wall, timezone.utc).strftime("%H:%M:%S.%f")[:-3]
 
 
 @dataclass

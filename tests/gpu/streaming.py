@@ -44,6 +44,7 @@ class Made:
     """From the request to the end of the first step."""
     seconds: float
     most_used: int
+    most_used_at: str
     done: moored.Done
 
     @property
@@ -84,7 +85,7 @@ def followed(running: Running, stream: moored.EventStream[Any]) -> Made:
         raise RuntimeError("a job ended without its last event, or without a step")
     seconds, first = time.perf_counter() - began, at[0][1] - began
     made = digest(stream)
-    return Made(made, step_times(at), first, seconds, peak.bytes, done)
+    return Made(made, step_times(at), first, seconds, peak.bytes, peak.told, done)
 
 
 def digest(stream: moored.EventStream[Any]) -> str:
