@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +51,17 @@ class Made:
     @property
     def computed_whole(self) -> bool:
         """Whether no stage was cut into parts: the library convolves those by other algorithms."""
-        return all(one.cached or one.chunking == "whole" for one in self.done.stages)
+        return computed_whole(self.done.stages)
 
     @property
     def stages(self) -> dict[str, float]:
         """Milliseconds of moves and of the computation, by stage."""
         return {one.name: float(one.move_ms + one.run_ms) for one in self.done.stages}
+
+
+def computed_whole(stages: Sequence[moored.StageReport]) -> bool:
+    """Whether no stage was cut into parts: the library convolves those by other algorithms."""
+    return all(one.cached or one.chunking == "whole" for one in stages)
 
 
 @dataclass(frozen=True)
