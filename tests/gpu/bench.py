@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 import moored
 from figures import MIB, Recorder
 from processes import Companion
+from sampling import sampled
 
 from service import INSTANT_MODELS, ROOT, START_TIMEOUT_S, Service, clean_environment
 
@@ -207,24 +207,15 @@ class Running:
     @contextmanager
     def peak(self) -> Iterator[Peak]:
         """Finds the most that is used while it lasts. Nothing else may ask the witness meanwhile."""
-        peak, ended = Peak(self.used()), threading.Event()
+        peak = Peak(self.used())
         if self._witness is not None:
             yield peak
             found = self._witness.ask("most")
             peak.bytes, peak.at = int(found["most"]), float(found["most_at"])
             return
-
-        def look() -> None:
-            while not ended.wait(SAMPLE_S):
-                peak.bytes = max(peak.bytes, self.used())
-
-        thread = threading.Thread(target=look, daemon=True)
-        thread.start()
-        try:
+        with sampled(self.used, SAMPLE_S) as readings:
             yield peak
-        finally:
-            ended.set()
-            thread.join()
+        peak.bytes = max(readings)
 
     def settled(self, tolerance_bytes: int = 0, within_s: float = 2.0) -> int:
         """The same once two readings 50 ms apart agree."""

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import full_size
 import host_memory
@@ -48,9 +47,9 @@ from full_size import (
 from host_memory import Memory
 from ovi_shapes import Fusion, Shapes
 from processes import children_of
+from sampling import sampled
 from start_picture import start_picture
 
-T = TypeVar("T")
 BASE = "wan-5b"
 # The weights do not tell the variant: the names of the files do.
 OVI, OVI_10S = "Ovi-11B-bf16", "Ovi-960x960-10s"
@@ -59,6 +58,7 @@ VARIANT = "Ovi 720x720, 5 s"
 SIZE, FRAMES = (960, 544), 121
 LONG_SIZE, LONG_FRAMES = (960, 960), 241
 SMALL_SIZE, SMALL_FRAMES = (320, 192), 17
+SAMPLE_S = 0.1
 PROMPT = "a red circle says <S>hello<E> <AUDCAP>rain on a roof<ENDAUDCAP>"
 OTHER_PROMPT = "a blue square says <S>good night<E> <AUDCAP>wind in trees<ENDAUDCAP>"
 # Those of MMAudio for 16 kHz.
@@ -223,7 +223,8 @@ def _on_card(binary: Path, work: Path, device: str, policy: str, what: str) -> N
         make_film = partial(film, service, f"{OVI} fp8", SIZE, FRAMES, output="mp4")
         first, then = partial(make_film, 1), partial(make_film, 4, prompt=OTHER_PROMPT)
         job = partial(tell_whole, what, first, then)
-        readings, _ = watched(lambda: bytes_of(service), job)
+        with sampled(lambda: bytes_of(service), SAMPLE_S) as readings:
+            job()
         tell(f"{what}: most on the card by the driver", max(readings) / 2**30, "GiB", who="moored")
 
 
@@ -263,7 +264,8 @@ def long(binary: Path, work: Path) -> None:
 
         taken, delivered = [], []
         for frames in (FRAMES, LONG_FRAMES):
-            readings, result = watched(read, partial(make_film, frames, 2))
+            with sampled(read, SAMPLE_S) as readings:
+                result = make_film(frames, 2)
             taken.append([Memory.most(one) for one in zip(*readings, strict=True)])
             delivered.append(result.array.nbytes + len(result.mp4) + len(result.audio.data))
         more = {"delivered_mib": round((delivered[1] - delivered[0]) / 2**20, 1)}
@@ -273,23 +275,6 @@ def long(binary: Path, work: Path) -> None:
             what = f"film of 10 s beside one of 5 s: memory of the {who}, growth"
             mib = growth.resident / 2**20
             tell(what, mib, "MiB", who="moored", anonymous_mib=anonymous, **more)
-
-
-def watched(read: Callable[[], T], job: Callable[[], Any]) -> tuple[list[T], Any]:
-    """What is read while a job runs, ten times a second, and its result."""
-    over, readings = threading.Event(), [read()]
-
-    def watch() -> None:
-        while not over.wait(0.1):
-            readings.append(read())
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        return readings, job()
-    finally:
-        over.set()
-        watching.join()
 
 
 def main() -> None:

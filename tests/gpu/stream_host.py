@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import dataclass, fields
+from functools import partial
 
 import checkpoints
 import host_memory
@@ -12,6 +12,7 @@ import moored
 from bench import GIB, Bench, Running, gigabytes
 from figures import MIB
 from formats import FULL, PART, in_format
+from sampling import sampled
 from streaming import FLUX, followed
 
 # Format of the transformer, and bytes of the small card.
@@ -45,27 +46,6 @@ class Reading:
 def booked_bytes(status: moored.Status) -> int:
     """What the components of all cards hold of the machine's memory, as the service says."""
     return sum(held.bytes for card in status.cards for held in card.on_host)
-
-
-class Watch:
-    """Reads the machine's memory all the time."""
-
-    def __init__(self, running: Running) -> None:
-        """Begins at once."""
-        self._running, self._stop = running, threading.Event()
-        self.readings = [read(running)]
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.wait(SAMPLE_S):
-            self.readings.append(read(self._running))
-
-    def end(self) -> list[Reading]:
-        """No more; all that were read."""
-        self._stop.set()
-        self._thread.join()
-        return self.readings
 
 
 def read(running: Running) -> Reading:
@@ -102,12 +82,9 @@ def _one(bench: Bench, name: str, cap: int) -> None:
         _picture(running, name, side, 1)
         _at_rest(running)
         before = read(running)
-        watch = Watch(running)
-        try:
+        with sampled(partial(read, running), SAMPLE_S) as seen:
             for _ in range(ROUNDS):
                 _picture(running, name, side, STEPS)
-        finally:
-            seen = watch.end()
         idle = read(running)
         _at_rest(running)
         after = read(running)
