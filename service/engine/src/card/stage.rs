@@ -206,9 +206,8 @@ impl Card {
         Ok(Some(largest))
     }
 
-    /// Reserves a stage's scratch as one block where less than as much would be left. A pool that the driver extends as it likes keeps
-    /// more than is in use at any time, in pieces that later allocations do not fit: as much again, by which a service with a limit
-    /// would exceed it.
+    /// Reserves a stage's scratch as one block if less than the same amount would stay free. A pool that the driver extends by itself
+    /// keeps pieces that later allocations do not fit, and a service with a limit would exceed the limit by them.
     fn reserve_where_tight(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<(), MoveError> {
         let accounts = self.ledger.accounts();
         if (accounts.free + accounts.slack) - scratch >= scratch {

@@ -264,6 +264,32 @@ fn a_stage_that_depends_on_slack_has_it_returned_first() {
 }
 
 #[test]
+fn a_stage_reserves_its_scratch_where_little_else_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = write_model(folder.path(), "m", "");
+    for (card, reserves) in [
+        ("1GiB", false),
+        ("180MiB,slack=keep", false),
+        ("130MiB,slack=keep", true),
+    ] {
+        let mut bench = bench(card);
+        bench.run_stage(&path, "decode");
+        // The second stage finds slack of the first.
+        bench.run_stage(&path, "decode");
+        let calls = bench.calls();
+        let reserved = calls.iter().filter(|call| *call == "reserve 64.0 MiB").count();
+        assert_eq!(reserved, if reserves { 2 } else { 0 }, "{card}: {calls:?}");
+        if reserves {
+            let last = calls
+                .iter()
+                .rposition(|call| call.starts_with("reserve"))
+                .unwrap();
+            assert_eq!(calls[last - 1], "trim", "slack is returned first: {calls:?}");
+        }
+    }
+}
+
+#[test]
 fn the_report_of_a_stage_has_the_largest_block() {
     let folder = tempfile::tempdir().unwrap();
     let path = write_model(folder.path(), "m", "");

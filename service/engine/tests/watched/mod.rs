@@ -39,7 +39,8 @@ pub(crate) trait Watch<G: Gpu> {
         card.unload(id)
     }
 
-    /// Sees the card after a call that may have changed its memory: `load vae`, `read 10 MiB`, `unload vae`, `trim`.
+    /// Sees the card after a call that may have changed its memory: `load vae`, `read 10 MiB`, `unload vae`, `trim`,
+    /// `reserve 64 MiB`.
     fn after(&mut self, _card: &G, _call: String) {}
 
     /// Sees the card after a reading of its memory.
@@ -113,9 +114,10 @@ impl<G: Gpu, W: Watch<G>> Gpu for Watched<G, W> {
         result
     }
     fn reserve_scratch(&mut self, bytes: Bytes) -> Result<(), GpuError> {
-        self.card.reserve_scratch(bytes)
+        let result = self.card.reserve_scratch(bytes);
+        self.watch.after(&self.card, format!("reserve {bytes}"));
+        result
     }
-
     fn largest_allocation(&mut self, enough: Bytes) -> Result<Bytes, GpuError> {
         self.card.largest_allocation(enough)
     }

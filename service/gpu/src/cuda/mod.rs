@@ -714,7 +714,11 @@ impl Gpu for CudaCard {
 }
 
 impl CudaCard {
+    /// Logs what the pool of activations reserved beyond what a stage used.
     fn log_stage_peak(&self, peak: Bytes) {
+        if !tracing::enabled!(tracing::Level::DEBUG) {
+            return;
+        }
         if let (Ok(pools), Ok(reserved)) = (self.pools(), self.activations.reserved_peak()) {
             tracing::debug!(
                 %peak, %reserved, reserved_now = %pools.scratch_reserved, components = %pools.components_reserved,
