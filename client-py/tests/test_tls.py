@@ -133,13 +133,20 @@ def pinned(service: Service, authority: trustme.CA) -> Iterator[tuple[str, str]]
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_pinned_certificate_is_trusted_without_authority_and_name(
-    service: Service, pinned: tuple[str, str], kind: str, monkeypatch: pytest.MonkeyPatch
+    service: Service,
+    pinned: tuple[str, str],
+    kind: str,
+    ca_file: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     address, digits = pinned
     pairs = ":".join(re.findall("..", digits.removeprefix("sha256:").upper()))
     for written in (digits, pairs):
         ask = Ask(kind, address, {"fingerprint": written, "token": "secret"})
         assert ask("status").uptime_ms == 3
+    # Its name is not the address's: the authority alone would not do.
+    both = Ask(kind, address, {"fingerprint": digits, "ca_file": ca_file})
+    assert both("status").uptime_ms == 3
     monkeypatch.setenv("MOORED_FINGERPRINT", digits)
     monkeypatch.setenv("MOORED_ENDPOINT", address)
     assert Ask(kind, address, {})("status").uptime_ms == 3

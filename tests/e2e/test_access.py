@@ -388,6 +388,42 @@ def test_the_first_token_closes_a_service_that_runs_and_the_last_one_does_not_op
         assert service.stop() == 0
 
 
+def test_a_list_of_tokens_that_cannot_be_read_closes_a_service_that_asked_for_none(
+    tmp_path: Path,
+) -> None:
+    state = tmp_path / "state"
+    service = Service(state=state, devices=SIM)
+    try:
+        with moored.Client(service.address) as client:
+            client.wait_until_ready()
+        listed = state / "tokens.json"
+        listed.write_text("no list")
+        listed.chmod(0o600)
+
+        def is_open() -> bool:
+            with moored.Client(service.address) as client:
+                try:
+                    return bool(client.server_info().version)
+                except moored.Unauthenticated:
+                    return False
+
+        wait_until(lambda: not is_open(), "the refusal")
+        listed.unlink()
+        secret = make_token(state, "alice")
+
+        def is_let_in() -> bool:
+            with moored.Client(service.address, token=secret) as client:
+                try:
+                    return bool(client.server_info().version)
+                except moored.Unauthenticated:
+                    return False
+
+        wait_until(is_let_in, "the token")
+        assert not is_open()
+    finally:
+        assert service.stop() == 0
+
+
 def test_an_expired_token_is_refused(encrypted: Encrypted) -> None:
     secret = make_token(encrypted.state, "brief", "--expires", "1s")
 
@@ -419,7 +455,15 @@ def test_jobs_of_a_token_are_bounded(encrypted: Encrypted) -> None:
                 next(iter(accepted_too))
         with pytest.raises(moored.Cancelled):
             first.result()
-        client.generate_image("when it has ended", **SMALL)
+
+        def has_ended() -> bool:
+            # The call ends before the service has taken the job from its list.
+            try:
+                return bool(client.generate_image("when it has ended", **SMALL).data)
+            except moored.TokenLimit:
+                return False
+
+        wait_until(has_ended, "the end of the first job")
 
 
 @pytest.mark.parametrize(

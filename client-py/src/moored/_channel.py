@@ -172,7 +172,8 @@ class Line:
         self._pinned: Pinned | None = None
         if self.endpoint.startswith(HTTPS):
             pin = fingerprint or environment.get("MOORED_FINGERPRINT") or kept.fingerprint
-            if pin and ca_file is None:
+            # Of two that are given the fingerprint is trusted alone.
+            if pin and (fingerprint or ca_file is None):
                 self._fingerprint = fingerprint_of(pin)
             self._own = _own_certificate(
                 certificate or environment.get("MOORED_CERTIFICATE"),

@@ -329,6 +329,14 @@ pub struct Tokens {
 }
 
 impl Tokens {
+    /// Tokens are asked for, and none is valid.
+    pub fn of_nobody() -> Tokens {
+        Tokens {
+            are_needed: true,
+            valid: Vec::new(),
+        }
+    }
+
     /// One token, which may do everything.
     pub fn of_one(token: &str) -> Tokens {
         Tokens {

@@ -68,15 +68,20 @@ pub(crate) fn tokens_of(service: &ServiceSettings) -> Result<watch::Receiver<Tok
     }
     let (store, file) = (TokenStore::of(&service.state), service.token_file.clone());
     let files = std::iter::once(store.file()).chain(file.clone()).collect();
-    // Tokens that were asked for once are asked for until the service ends, whatever happens to the file.
+    // Tokens that were asked for once are asked for until the service ends, whatever happens to the file. A file that cannot be read
+    // asks for them too.
     let were_needed = AtomicBool::new(false);
     let read = move || {
         let of_file = read_token(file.as_deref()).map_err(TokenError::OfFile)?;
-        let mut tokens = Tokens::read(&store, of_file.as_deref())?;
-        tokens.are_needed |= were_needed.fetch_or(tokens.are_needed, Ordering::Relaxed);
+        let tokens = Tokens::read(&store, of_file.as_deref());
+        let are_needed = tokens.as_ref().map_or(true, |tokens| tokens.are_needed);
+        let were_needed = were_needed.fetch_or(are_needed, Ordering::Relaxed);
+        let mut tokens = tokens?;
+        tokens.are_needed |= were_needed;
         Ok::<_, TokenError>(tokens)
     };
-    Ok(access::follow("the tokens", files, read)?)
+    let meanwhile = |last: &Tokens| (!last.are_needed).then(Tokens::of_nobody);
+    Ok(access::follow("the tokens", files, read, meanwhile)?)
 }
 
 /// The certificates of new connections, now and whenever they change.
@@ -89,9 +94,8 @@ pub(crate) fn tls_of(service: &ServiceSettings) -> Result<Option<grpc::Tls>, Ser
     }
     tracing::info!(fingerprint = %certificates.fingerprint()?, certificate = %certificates.certificate.display(), "connections are encrypted");
     let files = certificates.files();
-    Ok(Some(access::follow("the certificates", files, move || {
-        certificates.read()
-    })?))
+    let read = move || certificates.read();
+    Ok(Some(access::follow("the certificates", files, read, |_| None)?))
 }
 
 /// A shorter token could be guessed.
