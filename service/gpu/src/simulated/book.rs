@@ -212,7 +212,9 @@ impl Book {
                 largest: None,
             });
         }
-        let (at, from_slack) = match &mut self.layout {
+        // An allocation of no bytes has no range: it would begin where the next one does, and be mistaken for it.
+        let layout = self.layout.as_mut().filter(|_| bytes > Bytes::ZERO);
+        let (at, from_slack) = match layout {
             None => (None, bytes.min(self.slack)),
             Some(layout) => {
                 let (at, is_kept) = layout.take_scratch(bytes).map_err(|no_hole| OutOfMemory {

@@ -320,6 +320,18 @@ fn scratch_is_measured_kept_and_trimmed() {
 }
 
 #[test]
+fn scratch_of_no_bytes_holds_no_range() {
+    let b = bench("1GiB,slack=keep,remaps=no");
+    let empty = b.card.use_scratch(Bytes::ZERO).unwrap();
+    let used = b.card.use_scratch(Bytes::mib(1)).unwrap();
+    drop(empty);
+    assert_eq!((b.card.accounts().scratch, b.card.accounts().slack), (used.bytes(), Bytes::ZERO));
+    let layout = b.card.memory().unwrap().layout.unwrap();
+    let mut in_use = layout.used().iter().filter(|range| range.owner == Owner::Scratch);
+    assert_eq!(in_use.next().map(|range| range.bytes), Some(used.bytes()));
+}
+
+#[test]
 fn simulated_scratch_is_allocated_on_the_card_of_the_thread() {
     assert!(simulated_scratch(Bytes::gib(1)).unwrap().is_none());
     let mut b = bench("1GiB");
