@@ -325,7 +325,10 @@ fn scratch_of_no_bytes_holds_no_range() {
     let empty = b.card.use_scratch(Bytes::ZERO).unwrap();
     let used = b.card.use_scratch(Bytes::mib(1)).unwrap();
     drop(empty);
-    assert_eq!((b.card.accounts().scratch, b.card.accounts().slack), (used.bytes(), Bytes::ZERO));
+    assert_eq!(
+        (b.card.accounts().scratch, b.card.accounts().slack),
+        (used.bytes(), Bytes::ZERO)
+    );
     let layout = b.card.memory().unwrap().layout.unwrap();
     let mut in_use = layout.used().iter().filter(|range| range.owner == Owner::Scratch);
     assert_eq!(in_use.next().map(|range| range.bytes), Some(used.bytes()));
