@@ -19,6 +19,7 @@ CODES = {
     "SHUTTING_DOWN": grpc.StatusCode.UNAVAILABLE,
     "CARD_NOT_READY": grpc.StatusCode.UNAVAILABLE,
     "DISK_NOT_READY": grpc.StatusCode.UNAVAILABLE,
+    "NOT_KEPT": grpc.StatusCode.UNAVAILABLE,
     "CANCELLED": grpc.StatusCode.CANCELLED,
     "DEADLINE": grpc.StatusCode.DEADLINE_EXCEEDED,
 }

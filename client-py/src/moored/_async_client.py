@@ -57,6 +57,7 @@ from ._results import (
     LatentResult,
     VideoResult,
     audio_result,
+    fetched_result,
     image_result,
     job_result,
     latent_result,
@@ -777,10 +778,29 @@ class AsyncClient:
     async def jobs(
         self, *, include_ended: bool = False, timeout: float | None = QUICK_S
     ) -> tuple[JobInfo, ...]:
-        """The jobs of all clients: queued, waiting, running; on request those that ended lately."""
+        """The jobs of all clients: queued, waiting, running, held; on request also those that ended."""
         request = jobs_pb2.ListJobsRequest(include_ended=include_ended)
         jobs = (await self._unary(self._stubs.jobs.List, request, timeout)).jobs
         return tuple(mirror(JobInfo, job) for job in jobs)
+
+    async def fetch(
+        self, job_id: str, *, timeout: float | None = None
+    ) -> ImageResult | VideoResult | AudioResult:
+        """Waits for the end of a job that was submitted with `detach`, and returns what it has made.
+
+        As often as you like, also from another program and after a restart of the service, until
+        the service's `queue.results_for` after its end. Raises the job's error where it failed, and
+        JobNotFound where there is none, it is another's, or its results have expired.
+        """
+        return await self.stream_fetch(job_id, timeout=timeout).result()
+
+    def stream_fetch(
+        self, job_id: str, *, timeout: float | None = None
+    ) -> AsyncEventStream[ImageResult | VideoResult | AudioResult]:
+        """The same as an iterator of events, with its progress from now on. Leaving leaves the job."""
+        request = message_of(jobs_pb2.FetchJobRequest, job_id=job_id)
+        call = self._connection.stream(self._stubs.jobs.Fetch, request, timeout)
+        return AsyncEventStream(call, self.endpoint, fetched_result, Bounds.unknown(), True)
 
     async def cancel(
         self, job_id: str, *, release_latents: bool = False, timeout: float | None = QUICK_S
@@ -889,4 +909,5 @@ class AsyncClient:
         self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]
     ) -> AsyncEventStream[R]:
         call = self._connection.stream(method, request, timeout)
-        return AsyncEventStream(call, self.endpoint, finish, Bounds.of(request))
+        is_detached = bool(request.options.detach)
+        return AsyncEventStream(call, self.endpoint, finish, Bounds.of(request), is_detached)

@@ -27,6 +27,11 @@ class Bounds:
     frames: int = 0
 
     @staticmethod
+    def unknown() -> Bounds:
+        """Those of a job whose request is not known here."""
+        return Bounds(items=1 << 16)
+
+    @staticmethod
     def of(request: Any) -> Bounds:
         """Those that follow from a request."""
         said = [getattr(request, name, 0) or 0 for name in ("count", "width", "height", "frames")]

@@ -31,6 +31,7 @@
     ├── SlowReader            too much of a call's results was left unread
     ├── ClientLimit           this client has too much open; `.retry_after_s`
     ├── DiskFull              what is to be pulled does not fit on the service's disk
+    ├── NotKept               a detached job cannot be written to the service's disk: `.retry_after_s`
     ├── DiskNotReady          a disk of the service does not answer: `.retry_after_s`, `.how`
     ├── Superseded            a later segment of the session sounded before it
     ├── InternalError         a fault of the service
@@ -350,6 +351,10 @@ class DiskNotReady(MooredError):
         return self.metadata.get("how", "")
 
 
+class NotKept(MooredError):
+    """A detached job, or what it has made, cannot be written to the service's disk or read from it."""
+
+
 class Superseded(MooredError):
     """A segment of a session that no longer comes: a later one sounded before it."""
 
@@ -411,6 +416,7 @@ BY_REASON: dict[str, type[MooredError]] = {
     "CLIENT_LIMIT": ClientLimit,
     "MODEL_CHANGED": ModelChanged,
     "DISK_NOT_READY": DiskNotReady,
+    "NOT_KEPT": NotKept,
     "ROLE_REQUIRED": RoleRequired,
     "TOKEN_LIMIT": TokenLimit,
 }

@@ -546,7 +546,11 @@ class CardStatus:
 @mirrors(residency_pb2.JobInfo)
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """A job. `state` is `queued`, `waiting`, `running`, `done`, `failed` or `cancelled`."""
+    """A job. `state` is `held`, `queued`, `waiting`, `running`, `done`, `failed` or `cancelled`.
+
+    A held job is from before a restart of the service, and not in the queue yet. What a job has
+    made that was submitted with `detach` can be fetched for `results_for_ms` after its end.
+    """
 
     id: str
     client_id: str
@@ -561,6 +565,7 @@ class JobInfo:
     queue_position: int
     age_ms: int
     error: str
+    results_for_ms: int | None = None
 
 
 @mirrors(residency_pb2.HostMemory)

@@ -178,7 +178,8 @@ class JobOptions(QueueOptions, total=False):
         "A second request with the same key joins the job of the first.",
     ]
     detach: Annotated[
-        bool | None, "Go on when you leave the stream. Join again by the same idempotency_key."
+        bool | None,
+        "Go on when you leave the stream, and outlive a restart of the service: `fetch` gets the results.",
     ]
 
 

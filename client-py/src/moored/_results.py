@@ -505,3 +505,12 @@ def latent_result(gathered: Gathered) -> LatentResult:
 def job_result(gathered: Gathered) -> JobResult:
     """The result of Load."""
     return JobResult(gathered.finished(), gathered.latents)
+
+
+def fetched_result(gathered: Gathered) -> ImageResult | VideoResult | AudioResult:
+    """The result of a job of any medium."""
+    if gathered.films:
+        return video_result(gathered)
+    if gathered.tracks:
+        return audio_result(gathered)
+    return image_result(gathered)

@@ -104,9 +104,15 @@ class EventStream(Stream[Event], Generic[R]):
     """The events of a job. `result()` is what the plain call would have returned."""
 
     def __init__(
-        self, call: Call, endpoint: str, finish: Callable[[Gathered], R], bounds: Bounds
+        self,
+        call: Call,
+        endpoint: str,
+        finish: Callable[[Gathered], R],
+        bounds: Bounds,
+        is_detached: bool = False,
     ) -> None:
         super().__init__(call, endpoint)
+        self._is_detached = is_detached
         self._gathered = Gathered(bounds)
         self._finish = finish
         self._result: R | None = None
@@ -158,6 +164,18 @@ class EventStream(Stream[Event], Generic[R]):
                 raise self._cancelled()
             self._result = self._finish(self._gathered)
         return self._result
+
+    def leave(self) -> str:
+        """Waits until the job is accepted, leaves it to go on without this program, and returns its id.
+
+        For a job that was asked for with `detach=True`: `client.fetch(id)` gets its results later.
+        """
+        if not self._is_detached:
+            raise ValueError("The job ends when its stream is left: ask for it with detach=True")
+        with self:
+            for _ in self:
+                break
+        return self.job_id
 
     def frames(self) -> Iterator[Frame]:
         """The frames of films, each once, as soon as it is there. Reads the events.

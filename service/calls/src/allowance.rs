@@ -110,7 +110,7 @@ impl Allowances {
         if !models.is_empty() && !models.contains(&spec.entry.id) {
             let listed: Vec<&str> = models.iter().map(String::as_str).collect();
             return Err(Error::TokenLimit {
-                limit: "models",
+                limit: "models".into(),
                 problem: format!(
                     "the token {:?} may not use {}: it may use {}",
                     holder.name,
@@ -156,7 +156,7 @@ impl Allowances {
             return Ok(());
         };
         let refused = |problem: String, retry_after| Error::TokenLimit {
-            limit: counted.limit(),
+            limit: counted.limit().into(),
             problem,
             retry_after,
         };
@@ -276,10 +276,7 @@ mod tests {
         assert!(
             matches!(
                 &refused,
-                Err(Error::TokenLimit {
-                    limit: "pixels_per_minute",
-                    ..
-                })
+                Err(Error::TokenLimit { limit, .. }) if limit == "pixels_per_minute"
             ),
             "{refused:?}"
         );

@@ -146,6 +146,7 @@ impl Caller {
         let card_hint = card_named("options.card", &options.card, cards)?;
         short("options.idempotency_key", &options.idempotency_key)?;
         Ok(JobOptions {
+            id: None,
             client: self.name(options.client_id)?,
             account: self.account(),
             reach: self.reach(),

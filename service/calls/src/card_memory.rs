@@ -14,7 +14,6 @@ use model::{Preset, Quantization, Request};
 use residency::{Bytes, Component, Policy};
 use tokio::sync::watch;
 use tokio::time::Instant;
-use tracing::Instrument as _;
 use turns::Turns;
 
 use crate::asked::Asked;
@@ -24,7 +23,7 @@ use crate::caller::{AskedOptions, Caller, card_named};
 use crate::choose::Chosen;
 use crate::chunks::{Encoding, Output};
 use crate::entries::Entries;
-use crate::errors::{internal, invalid, outside, short, words_of};
+use crate::errors::{invalid, outside, short, to_its_end, words_of};
 use crate::generation::Generation;
 use crate::host::{Host, HostMemory, WorkerPids};
 use crate::models::{Found, FoundAdapter, OtherFile};
@@ -363,12 +362,18 @@ impl CardMemory {
     /// # Errors
     /// When the model cannot be found, or does not fit.
     pub async fn pin(&self, model: ModelRef, unpin: bool) -> Result<Vec<String>, Error> {
-        if unpin {
-            let entry = self.entries.entry_in_use(&model).await?;
-            return self.queue.unpin(&entry.key).await;
-        }
-        let entry = self.entries.entry(model).await?;
-        self.queue.pin(entry).await
+        let pinned = match unpin {
+            true => {
+                let entry = self.entries.entry_in_use(&model).await?;
+                self.queue.unpin(&entry.key).await
+            }
+            false => {
+                let entry = self.entries.entry(model).await?;
+                self.queue.pin(entry).await
+            }
+        };
+        self.generation.kept.save_claims().await;
+        pinned
     }
 
     /// Holds a model for a client. Returns the id and the time to live of the hold.
@@ -392,6 +397,7 @@ impl CardMemory {
             let claim = residency.bounds.holds.begin(owner, key, ttl)?;
             let hold_id = queue.hold(entry, client, ttl).await?;
             claim.granted(&hold_id);
+            residency.generation.kept.save_claims().await;
             Ok((hold_id, ttl))
         })
         .await
@@ -403,6 +409,7 @@ impl CardMemory {
         if released || caller.holder().is_none() {
             self.bounds.holds.end(id);
         }
+        self.generation.kept.save_claims().await;
         released
     }
 
@@ -518,6 +525,7 @@ impl CardMemory {
             if let Some(process) = process {
                 residency.release_with(process, reserved.id.clone());
             }
+            residency.generation.kept.save_claims().await;
             Ok(reserved)
         })
         .await
@@ -527,6 +535,7 @@ impl CardMemory {
     pub async fn release_reservation(&self, id: &str) -> bool {
         let released = self.queue.release_reservation(id).await;
         self.bounds.reservations.end(id);
+        self.generation.kept.save_claims().await;
         released
     }
 
@@ -566,14 +575,6 @@ impl CardMemory {
             reservations.end(&id);
         });
     }
-}
-
-/// Does what is done even where its caller leaves meanwhile: what the queue has granted is counted then too.
-async fn to_its_end<T: Send + 'static>(
-    granted: impl Future<Output = Result<T, Error>> + Send + 'static,
-) -> Result<T, Error> {
-    let granted = tokio::spawn(granted.in_current_span()).await;
-    granted.unwrap_or_else(|panic| Err(internal(panic)))
 }
 
 /// Name of an eviction policy.

@@ -1,5 +1,6 @@
 //! Results cut into chunks, each with its offset: the encodings of results, and the data of their chunks.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -8,6 +9,7 @@ use gpu::Timeline;
 use media::tracks::{TrackFormat, wav_header};
 use media::{EncodedFile, FilePosition, Recipe, pictures};
 use model::{LeftOut, MediaFormat, Piece, SOUND_OF_FILM};
+use serde::{Deserialize, Serialize};
 
 /// Bytes of one chunk of a result or a latent. A stream that is not read holds a few of them.
 pub const CHUNK_BYTES: usize = 256 << 10;
@@ -19,7 +21,7 @@ pub struct Chunk {
     pub item: u32,
     /// Name of the track; empty for the only one.
     pub track: String,
-    pub media_type: &'static str,
+    pub media_type: Cow<'static, str>,
     /// Bytes of the whole result.
     pub total_bytes: u64,
     /// Offset of these bytes in the result.
@@ -32,14 +34,14 @@ pub struct Chunk {
 }
 
 /// Data about a whole result, sent with its first chunk.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ChunkHead {
     pub metadata: HashMap<String, String>,
     pub format: MediaFormat,
 }
 
 /// The encoding in which results are sent.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Encoding {
     /// Pixels or samples, not encoded; the sound of a film as WAV.
     #[default]
@@ -92,7 +94,7 @@ impl Encoding {
 }
 
 /// How the results of a job are sent.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Output {
     pub(crate) encoding: Encoding,
     /// Written into the file, and sent as metadata; its seed is replaced by each item's.
@@ -196,7 +198,7 @@ impl Envelope {
         Chunk {
             item: self.item,
             track: self.track.clone(),
-            media_type: self.media_type,
+            media_type: self.media_type.into(),
             total_bytes: self.total_bytes,
             offset,
             data,

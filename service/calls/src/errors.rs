@@ -8,6 +8,7 @@ use engine::Error;
 use hub::Reference;
 use hub::catalogue::did_you_mean;
 use model::RequestError;
+use tracing::Instrument as _;
 
 use crate::log_interval::LogInterval;
 use crate::paths;
@@ -41,6 +42,14 @@ pub(crate) fn too_many(count: impl Display, items: &str, most: impl Display) -> 
 /// An internal error of the service.
 pub(crate) fn internal(why: impl ToString) -> Error {
     Error::Internal(why.to_string())
+}
+
+/// Does what is done even where its caller leaves meanwhile: what the queue has granted is counted then too.
+pub(crate) async fn to_its_end<T: Send + 'static>(
+    granted: impl Future<Output = Result<T, Error>> + Send + 'static,
+) -> Result<T, Error> {
+    let granted = tokio::spawn(granted.in_current_span()).await;
+    granted.unwrap_or_else(|panic| Err(internal(panic)))
 }
 
 /// Most characters of one foreign text (a name, a problem) in what a client or the log is told.
@@ -85,6 +94,7 @@ pub(crate) fn to_keep(error: Error) -> Error {
         Error::JobNotFound(id) => Error::JobNotFound(cut(id)),
         Error::KeyReused(key) => Error::KeyReused(cut(key)),
         Error::TooLargeToJoin(key) => Error::TooLargeToJoin(cut(key)),
+        Error::NotKept(problem) => Error::NotKept(cut_message(problem)),
         Error::Internal(problem) => Error::Internal(cut_message(problem)),
         // These contain only the service's own text, and names whose length was checked.
         short @ (Error::NotOpened(_)
@@ -99,6 +109,7 @@ pub(crate) fn to_keep(error: Error) -> Error {
         | Error::Cancelled(_)
         | Error::WorkerDied { .. }
         | Error::WorkerSilent { .. }
+        | Error::LostTooOften { .. }
         | Error::NotFinite { .. }
         | Error::LatentWithoutDecoder
         | Error::ShuttingDown) => short,

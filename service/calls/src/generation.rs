@@ -21,7 +21,8 @@ use crate::choose::Chosen;
 use crate::chunks::{Encoding, Output};
 use crate::encodings::Encodings;
 use crate::entries::Entries;
-use crate::errors::invalid;
+use crate::errors::{invalid, to_its_end};
+use crate::kept::{ByKey, Detached, Kept};
 use crate::latent_upload::LatentUpload;
 use crate::media_store::{MediaStore, MediaUpload};
 use crate::models::Models;
@@ -39,6 +40,7 @@ const LATENTS: &str = "latents";
 #[derive(Clone)]
 pub struct Generation {
     pub(crate) queue: Queue,
+    pub(crate) kept: Kept,
     pub(crate) entries: Entries,
     pub(crate) bounds: Bounds,
     encodings: Arc<Encodings>,
@@ -81,6 +83,8 @@ pub struct AskedDecode {
 impl Generation {
     pub(crate) fn new(
         entries: Entries,
+        kept: Kept,
+        encodings: Arc<Encodings>,
         bounds: Bounds,
         media: Arc<MediaStore>,
         latents: Bytes,
@@ -89,7 +93,8 @@ impl Generation {
         Generation {
             queue: entries.queue.clone(),
             entries,
-            encodings: Arc::new(Encodings::new(bounds.results.clone())),
+            kept,
+            encodings,
             bounds,
             media,
             decoding: Turns::of_decoding(),
@@ -104,7 +109,7 @@ impl Generation {
     /// # Errors
     /// [`Error::LatentNotFound`], and when this client or all of them read too many at a time.
     pub async fn latent(&self, id: &str, caller: &Caller) -> Result<(Latent, Taken), Error> {
-        let latent = self.queue.within(caller.reach()).latent(id).await?;
+        let latent = self.stored_latent(id, caller).await?;
         let taken = self.read_latents.take(caller.client(), latent.info.bytes.0);
         let taken = taken.map_err(|_| {
             let most = self.latents;
@@ -114,6 +119,19 @@ impl Generation {
             ))
         })?;
         Ok((latent, taken))
+    }
+
+    /// A latent of the store, or one that is kept with a detached job.
+    async fn stored_latent(&self, id: &str, caller: &Caller) -> Result<Latent, Error> {
+        let store = self.queue.within(caller.reach());
+        match store.latent(id).await {
+            Err(Error::LatentNotFound(missing)) => match self.kept.restore_latent(id, &caller.reach()).await?
+            {
+                true => store.latent(id).await,
+                false => Err(Error::LatentNotFound(missing)),
+            },
+            found => found,
+        }
     }
 
     /// Begins the upload of a latent.
@@ -142,7 +160,8 @@ impl Generation {
 
     /// Drops a latent; false when there was none.
     pub async fn release_latent(&self, id: &str, caller: &Caller) -> bool {
-        self.queue.within(caller.reach()).release_latent(id).await
+        let released = self.queue.within(caller.reach()).release_latent(id).await;
+        self.kept.forget_latent(id, &caller.reach()).await || released
     }
 
     /// Begins the upload of media.
@@ -184,23 +203,46 @@ impl Generation {
         };
         let (entries, id) = (self.entries.clone(), spec.entry.id.clone());
         let instead = move || entries.fitting_instead(makes?, &id);
-        let job = self.submit(spec, caller).await?;
+        if let ByKey::Ended(id) = self.kept.by_key(&spec).await? {
+            return self.kept.fetch(&id, &caller.reach());
+        }
+        let (job, keeper) = self.submit_kept(spec.clone(), caller).await?;
         for left_out in &output.left_out {
             tracing::warn!(job = %job.id, "{left_out}");
         }
+        let client = caller.client();
+        let job = match keeper {
+            Some(keeper) => {
+                let detached = Detached {
+                    spec,
+                    output: output.clone(),
+                    model: model.clone(),
+                    client,
+                };
+                let (kept, instead) = (self.kept.clone(), instead.clone());
+                to_its_end(async move { kept.take(job, keeper, detached, instead).await }).await?
+            }
+            None => job,
+        };
         let encoder = ResultEncoder {
             encodings: self.encodings.clone(),
-            client: caller.client(),
+            client,
         };
         Ok(started(job, model, output, encoder, instead))
     }
 
-    /// Puts a job into the queue, if its caller's token may have it. Every job of a caller comes by here.
+    /// Puts a job into the queue that is not kept, if its caller's token may have it.
     pub(crate) async fn submit(&self, spec: JobSpec, caller: &Caller) -> Result<Job, Error> {
+        Ok(self.submit_kept(spec, caller).await?.0)
+    }
+
+    /// Puts a job into the queue, if its caller's token may have it. Every job of a caller comes by here. A job that is detached by it
+    /// has a second handle, for its keeper.
+    async fn submit_kept(&self, spec: JobSpec, caller: &Caller) -> Result<(Job, Option<Job>), Error> {
         let (allowances, holder) = (&self.bounds.allowances, caller.holder());
         let amounts = allowances.admit(&spec, holder)?;
-        let job = self.queue.submit(spec).await;
-        if job.as_ref().map_or(true, |job| job.joined) {
+        let job = self.queue.submit_kept(spec).await;
+        if job.as_ref().map_or(true, |(job, _)| job.joined) {
             allowances.forget(amounts, holder);
         }
         job
@@ -293,7 +335,7 @@ impl Generation {
     ) -> Result<(Request, Option<Taken>), Error> {
         let model = &*open.model;
         if let Some(id) = &asked.init_latent {
-            let values = self.queue.within(caller.reach()).latent(id).await?.info.values;
+            let values = self.stored_latent(id, caller).await?.info.values;
             if let Some(of_latent) = model.request_of(&values) {
                 defaults.medium = of_latent.medium;
             }
@@ -385,8 +427,7 @@ impl Generation {
     pub async fn decode(&self, request: AskedDecode, caller: &Caller) -> Result<Started, Error> {
         let entry = self.entries.entry(request.model).await?;
         let open = self.entries.open(&entry).await?;
-        let latents = self.queue.within(caller.reach());
-        let values = latents.latent(&request.latent_id).await?.info.values;
+        let values = self.stored_latent(&request.latent_id, caller).await?.info.values;
         let of_latent = open.model.request_of(&values).ok_or_else(|| {
             let (id, shapes) = (
                 &request.latent_id,

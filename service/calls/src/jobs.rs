@@ -1,24 +1,59 @@
-//! The jobs of the queue, as clients see them.
+//! The jobs of the queue and those that are kept, as clients see them.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
 
 use engine::Error;
 use engine::queue::{JobInfo, Queue};
 
 use crate::caller::Caller;
+use crate::kept::Kept;
+use crate::results::Started;
 
 /// Answers requests about jobs. Cheap to clone.
 #[derive(Clone)]
 pub struct Jobs {
     queue: Queue,
+    kept: Kept,
+}
+
+/// A job of a list.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ListedJob {
+    pub info: JobInfo,
+    /// How long its results can still be fetched; `None`: it is not kept, or has not ended.
+    pub results_for: Option<Duration>,
 }
 
 impl Jobs {
-    pub(crate) fn new(queue: Queue) -> Jobs {
-        Jobs { queue }
+    pub(crate) fn new(queue: Queue, kept: Kept) -> Jobs {
+        Jobs { queue, kept }
     }
 
-    /// The jobs that are queued or run, and those that have ended recently.
-    pub async fn list(&self, include_ended: bool) -> Vec<JobInfo> {
-        self.queue.jobs(include_ended).await
+    /// The jobs that are queued or run, then those that are held from before a restart, and on request those that have ended: the
+    /// recent ones, and all whose results are kept.
+    pub async fn list(&self, include_ended: bool) -> Vec<ListedJob> {
+        let in_queue = self.queue.jobs(include_ended).await;
+        let (held, ended) = self.kept.list();
+        let mut kept: BTreeMap<_, _> = ended
+            .iter()
+            .map(|end| (end.info.id.clone(), end.results_for))
+            .collect();
+        let listed = |info: JobInfo, results_for| ListedJob { info, results_for };
+        let mut jobs: Vec<ListedJob> = Vec::new();
+        let (live, recent): (Vec<JobInfo>, Vec<JobInfo>) =
+            in_queue.into_iter().partition(|info| !info.state.has_ended());
+        jobs.extend(live.into_iter().map(|info| listed(info, None)));
+        jobs.extend(held.into_iter().map(|info| listed(info, None)));
+        for info in recent {
+            let results_for = kept.remove(&info.id);
+            jobs.push(listed(info, results_for));
+        }
+        if include_ended {
+            let older = ended.into_iter().filter(|end| kept.contains_key(&end.info.id));
+            jobs.extend(older.map(|end| listed(end.info, Some(end.results_for))));
+        }
+        jobs
     }
 
     /// Cancels a job; `release_latents` also drops the latents that it has kept. False if the job had ended.
@@ -33,10 +68,29 @@ impl Jobs {
         caller: &Caller,
     ) -> Result<bool, Error> {
         let client = caller.name(client_id)?;
-        let queue = self.queue.within(caller.reach_of_jobs());
-        match release_latents {
-            true => queue.discard(id, client).await,
-            false => queue.cancel(id, client).await,
+        let reach = caller.reach_of_jobs();
+        let queue = self.queue.within(reach.clone());
+        if release_latents {
+            self.kept.forget_latents_of(id, &reach).await;
         }
+        let cancelled = match release_latents {
+            true => queue.discard(id, client.clone()).await,
+            false => queue.cancel(id, client.clone()).await,
+        };
+        match cancelled {
+            Err(Error::JobNotFound(missing)) => {
+                let of_kept = self.kept.cancel(id, client, &reach).await?;
+                of_kept.ok_or(Error::JobNotFound(missing))
+            }
+            cancelled => cancelled,
+        }
+    }
+
+    /// The events of a detached job that its caller has submitted: its progress from now on, and once it has ended its results.
+    ///
+    /// # Errors
+    /// [`Error::JobNotFound`] where there is none, it was not detached, or its results have expired.
+    pub fn fetch(&self, id: &str, caller: &Caller) -> Result<Started, Error> {
+        self.kept.fetch(id, &caller.reach())
     }
 }

@@ -20,6 +20,8 @@ mod errors;
 mod generation;
 mod host;
 mod jobs;
+#[allow(clippy::disallowed_methods)] // what waits for the disk takes a turn of its own threads
+mod kept;
 mod latent_upload;
 mod log_interval;
 mod media_store;
@@ -41,9 +43,11 @@ mod threads;
 use std::sync::Arc;
 use std::time::Duration;
 
+use engine::Error;
 use engine::library::Library;
 use engine::queue::Queue;
 use hub::Pulls;
+use journal::Journal;
 use residency::{Bytes, Policy};
 use tokio::sync::watch;
 
@@ -57,12 +61,15 @@ pub use card_memory::{
 };
 pub use chunks::{CHUNK_BYTES, Chunk, ChunkHead, Encoding};
 pub use durations::millis;
+use encodings::Encodings;
 use entries::Entries;
 pub use entries::first_card_of;
 pub use errors::{LONGEST_MESSAGE_CHARACTERS, LONGEST_TEXT_CHARACTERS, MOST_LISTED, invalid, words_of};
 pub use generation::{AskedDecode, AskedEncode, Generation};
 pub use host::{Host, HostMemory, WorkerPids, watch as watch_host};
-pub use jobs::Jobs;
+pub use jobs::{Jobs, ListedJob};
+pub use kept::KeepSettings;
+use kept::Kept;
 pub use latent_upload::{LatentDescription, LatentUpload};
 pub use log_interval::LogInterval;
 use media_store::MediaStore;
@@ -93,6 +100,9 @@ pub struct Parts {
     pub latents: Bytes,
     /// Time without a use after which media of clients is dropped.
     pub media_ttl: Duration,
+    /// What outlives the service.
+    pub journal: Journal,
+    pub keep: KeepSettings,
     /// True once the service is shutting down: endless streams end then.
     pub stopping: watch::Receiver<bool>,
 }
@@ -111,23 +121,36 @@ pub struct Service {
 }
 
 impl Service {
-    /// A service of these parts.
-    pub fn new(parts: Parts) -> Service {
+    /// A service of these parts. Jobs that it accepted before a restart are held until [`Service::resume`].
+    ///
+    /// # Errors
+    /// [`Error::NotKept`] where the journal cannot be read.
+    pub fn new(parts: Parts) -> Result<Service, Error> {
         let entries = Entries {
             queue: parts.queue.clone(),
             library: parts.library,
             models: parts.models.clone(),
         };
         let media = MediaStore::new(parts.bounds.media.clone(), parts.media_ttl);
+        let encodings = Arc::new(Encodings::new(parts.bounds.results.clone()));
+        let kept = Kept::open(
+            parts.journal,
+            parts.keep,
+            parts.queue.clone(),
+            encodings.clone(),
+            parts.stopping.clone(),
+        )?;
         let generation = Generation::new(
             entries,
+            kept.clone(),
+            encodings,
             parts.bounds.clone(),
             media,
             parts.latents,
             parts.stopping.clone(),
         );
         let uploads = parts.bounds.uploads.clone();
-        Service {
+        Ok(Service {
             uploads,
             card_memory: CardMemory::new(
                 generation.clone(),
@@ -138,9 +161,20 @@ impl Service {
                 parts.stopping.clone(),
             ),
             generation,
-            jobs: Jobs::new(parts.queue),
+            jobs: Jobs::new(parts.queue, kept),
             pulling: Pulling::new(parts.pulls, parts.models, parts.stopping.clone()),
             stopping: parts.stopping,
-        }
+        })
+    }
+
+    /// Puts back what was claimed and learned before a restart, and submits the jobs again that had not ended.
+    pub fn resume(&self) {
+        self.generation.kept.start();
+    }
+
+    /// Writes what was learned, at the end of the service.
+    pub async fn save(&self) {
+        self.generation.kept.save_learned().await;
+        self.generation.kept.save_claims().await;
     }
 }

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 
 use engine::library::{Entry, OpenModel};
 use model::{AdapterReport, FULL};
+use serde::{Deserialize, Serialize};
 
 /// The model that a request resolved to, with its revision, its formats and its adapters.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ResolvedModel {
     /// Identifies the model completely: `owner/name@revision+formats&adapters`.
     pub key: String,

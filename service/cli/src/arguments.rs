@@ -12,7 +12,8 @@ use clap::{ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _
 
 pub(super) use formats::Formats;
 pub(super) use generation::{
-    JobSettings, MediumChoice, OutputArguments, PriorityChoice, Prompts, SamplingArguments, Settings,
+    FetchOutput, JobSettings, MediumChoice, OutputArguments, PriorityChoice, Prompts, SamplingArguments,
+    Settings,
 };
 pub(super) use play::{Play, TaskChoice};
 
@@ -165,6 +166,13 @@ pub(super) enum Command {
         #[arg(long)]
         all: bool,
     },
+    /// Get what a detached job has made, once it has ended
+    Fetch {
+        /// Its id, as `moored generate --detach` prints it and `moored jobs --all` lists it
+        job: String,
+        #[command(flatten)]
+        output: FetchOutput,
+    },
     /// Cancel a job
     Cancel {
         /// Its id, as `moored jobs` lists it
@@ -215,6 +223,7 @@ impl Command {
             | Command::Release(_)
             | Command::Recycle(_)
             | Command::Jobs { .. }
+            | Command::Fetch { .. }
             | Command::Cancel { .. } => Some(&["client"]),
             Command::Models { .. } => Some(&["client", "hub", "models", "cards"]),
             Command::Info { .. } => Some(&["client", "hub"]),

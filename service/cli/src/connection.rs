@@ -324,6 +324,7 @@ impl Refusal {
             | v1::Reason::TokenLimit
             | v1::Reason::CardNotReady
             | v1::Reason::DiskNotReady
+            | v1::Reason::NotKept
             | v1::Reason::ShuttingDown => "try again in a while",
             v1::Reason::MemoryTaken => "`moored status` shows who holds memory; --patience waits longer",
             v1::Reason::LatentNotFound => "latents expire; queue.latent_ttl keeps them longer",

@@ -69,6 +69,7 @@ impl Exit {
             | Reason::TokenLimit
             | Reason::CardNotReady
             | Reason::DiskNotReady
+            | Reason::NotKept
             | Reason::ShuttingDown
             | Reason::MemoryTaken
             | Reason::OutOfMemory

@@ -173,32 +173,55 @@ impl Order {
                 generate(connection, request, &mut show).await
             };
             let generated = when_missing.retry(connection, request.model(), attempt).await?;
-            self.write(&generated, index * self.count, json)?;
+            if let Some(job) = &generated.detached {
+                detached(job, json)?;
+                continue;
+            }
+            generated.write(&self.target, index * self.count, self.results(), json)?;
         }
         Ok(())
     }
+}
 
-    fn write(&self, generated: &Generated, first: u32, json: bool) -> Result<(), CliError> {
-        let done = &generated.done;
-        if generated.results.iter().next().is_none() {
+/// Says how to get what a detached job makes.
+fn detached(job: &str, json: bool) -> Result<(), CliError> {
+    match json {
+        true => screen::json(&json!({"event": "detached", "job": job})),
+        false => {
+            screen::note(&format!(
+                "it goes on without this command: `moored fetch {job}` waits for its results, `moored jobs --all` lists it"
+            ));
+            screen::text(job)
+        }
+    }
+}
+
+impl Generated {
+    /// Writes the results, of which the first has the number `first` among `of`.
+    ///
+    /// # Errors
+    /// When there are none, or one cannot be written.
+    pub(super) fn write(&self, target: &Target, first: u32, of: u32, json: bool) -> Result<(), CliError> {
+        let done = &self.done;
+        if self.results.iter().next().is_none() {
             return Err(CliError::Failed(
                 "the service says that it is done, and sent no result".to_owned(),
             ));
         }
-        for (item, track, result) in generated.results.iter() {
-            let file = self.target.encode(result)?;
-            let path = self.target.write(
+        for (item, track, result) in self.results.iter() {
+            let file = target.encode(result)?;
+            let path = target.write(
                 &Writing {
                     item: first + item,
-                    of: self.results(),
+                    of,
                     track,
                     ending: result.own_ending(),
-                    model: &generated.model,
+                    model: &self.model,
                     seed: done.seed.wrapping_add(item.into()),
                 },
                 &file,
             )?;
-            if self.target.is_stdout() {
+            if target.is_stdout() {
                 continue; // the result is all of it
             }
             if json {
@@ -346,6 +369,8 @@ pub(super) struct Generated {
     pub(super) done: v1::Done,
     /// Id of the model.
     pub(super) model: String,
+    /// The job, where it goes on without the command.
+    pub(super) detached: Option<String>,
 }
 
 /// Sends a request and follows it to its end. A signal drops the stream, which cancels the job.
@@ -361,17 +386,30 @@ pub(super) async fn generate(
 
 async fn follow(connection: &Connection, request: Asked, show: &mut Show) -> Result<Generated, CliError> {
     let mut generation = connection.generation();
-    let bounds = Bounds::of(&request);
+    let (bounds, detach) = (Bounds::of(&request), request.is_detached());
     let events = match request {
         Asked::Generate(image) => generation.generate_image(image).await,
         Asked::Video(video) => generation.generate_video(video).await,
         Asked::Audio(audio) => generation.generate_audio(audio).await,
     };
-    let mut events = events?.into_inner();
+    read(events?.into_inner(), bounds, detach, show).await
+}
+
+/// Reads the events of a job to its end, or only until it is accepted.
+///
+/// # Errors
+/// When the job fails, or the connection is cut.
+pub(super) async fn read(
+    mut events: tonic::Streaming<v1::Event>,
+    bounds: Bounds,
+    until_accepted: bool,
+    show: &mut Show,
+) -> Result<Generated, CliError> {
     let mut generated = Generated {
         results: Results::within(bounds),
         done: v1::Done::default(),
         model: String::new(),
+        detached: None,
     };
     while let Some(event) = events.next().await {
         let event = event?;
@@ -383,6 +421,10 @@ async fn follow(connection: &Connection, request: Asked, show: &mut Show) -> Res
             Some(Kind::Accepted(accepted)) => {
                 show.left_out(&accepted);
                 generated.model = accepted.model.unwrap_or_default().id;
+                if until_accepted {
+                    generated.detached = Some(event.job_id);
+                    return Ok(generated);
+                }
             }
             Some(Kind::Done(done)) => {
                 generated.done = done;

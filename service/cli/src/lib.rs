@@ -10,6 +10,7 @@ mod demo;
 mod destination;
 mod doctor;
 mod exit;
+mod fetch;
 mod files;
 mod generate;
 mod init;
@@ -242,6 +243,7 @@ async fn ask(
         Command::Release(options) => cards::release(client, options, json).await,
         Command::Recycle(options) => cards::recycle(client, options, json).await,
         Command::Jobs { all } => residency::jobs(client, all, json).await,
+        Command::Fetch { job, output } => fetch::run(client, job, &output, json).await,
         Command::Cancel { job } => residency::cancel(client, job, json).await,
         Command::Token(options) => token::run(config, options, json),
         Command::Serve(_)

@@ -138,6 +138,11 @@ impl Asked {
         }
     }
 
+    /// Whether its job goes on without the command.
+    pub(super) fn is_detached(&self) -> bool {
+        self.options().is_some_and(|options| options.detach)
+    }
+
     pub(super) fn options(&self) -> Option<&v1::JobOptions> {
         match self {
             Asked::Generate(image) => image.options.as_ref(),
@@ -315,6 +320,7 @@ impl SharedFields {
 fn job_of(job: &JobSettings, client: &str) -> v1::JobOptions {
     v1::JobOptions {
         client_id: job.client.clone().unwrap_or_else(|| client.to_owned()),
+        detach: job.detach,
         priority: match job.priority {
             PriorityChoice::Low => v1::Priority::Low,
             PriorityChoice::Normal => v1::Priority::Normal,

@@ -218,15 +218,26 @@ pub(super) async fn jobs(client: &ClientSettings, all: bool, json: bool) -> Resu
             job.card,
             format!("{}{progress}", job.stage),
             format!("{:.1} s", job.age_ms as f64 / 1000.0),
+            kept_for(job.results_for_ms),
             job.error,
         ]
     });
     screen::table(
         &[
-            "job", "client", "call", "state", "model", "card", "stage", "took", "",
+            "job", "client", "call", "state", "model", "card", "stage", "took", "kept for", "",
         ],
         rows.collect(),
     )
+}
+
+/// How long the results of a job can still be fetched: `23h 59m`.
+fn kept_for(milliseconds: Option<u64>) -> String {
+    let minutes = milliseconds.map(|left| std::time::Duration::from_secs(left / 60_000 * 60));
+    match minutes {
+        None => String::new(),
+        Some(minutes) if minutes.is_zero() => "< 1m".to_owned(),
+        Some(minutes) => humantime::format_duration(minutes).to_string(),
+    }
 }
 
 pub(super) async fn cancel(client: &ClientSettings, job: String, json: bool) -> Result<(), CliError> {

@@ -33,6 +33,12 @@ pub(super) struct Bounds {
 }
 
 impl Bounds {
+    /// The bounds of a job of which the request is not known.
+    pub(super) const UNKNOWN: Bounds = Bounds {
+        items: 1 << 16,
+        asked: [0; 3],
+    };
+
     /// The bounds of a request.
     pub(super) fn of(request: &Asked) -> Bounds {
         let (count, asked) = match request {
@@ -188,6 +194,11 @@ impl Arrived {
             "audio/flac" => Some("flac"),
             _ => None,
         }
+    }
+
+    /// The format of it.
+    pub(super) fn format(&self) -> Option<&Format> {
+        self.format.as_ref()
     }
 
     /// The file: raw frames become an animated PNG; an MP4, a picture and a track are files already.

@@ -1,10 +1,12 @@
 //! Errors of jobs, in one enum: a protocol server converts each for its clients.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::time::Duration;
 
 use model::{Quantization, Request};
 use residency::{Bytes, Holder};
+use serde::{Deserialize, Serialize};
 
 use crate::job_state::JobState;
 use crate::not_opened::NotOpened;
@@ -13,7 +15,7 @@ use crate::not_opened::NotOpened;
 pub type Fallback = residency::Fallback<Change>;
 
 /// The difference between a request that would fit and the original one.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Change {
     /// For people: `quantization 8-bit (int8)`, `512x512`, `components transformer, vae`.
     pub label: String,
@@ -21,7 +23,7 @@ pub struct Change {
 }
 
 /// The changed field and its new value.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ChangedTo {
     /// The formats of the model's weights.
     Quantization(Quantization),
@@ -36,7 +38,7 @@ pub enum ChangedTo {
 }
 
 /// A shortage of memory, its holders, and alternatives.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Shortfall {
     pub stage: String,
     pub needed: Bytes,
@@ -74,7 +76,7 @@ impl Shortfall {
 }
 
 /// The cause of a job's cancellation. A client is identified by the name that it sends, or by its address.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum CancelledBy {
     /// A call to cancel it, of this client.
     Call { client: String },
@@ -108,7 +110,7 @@ impl fmt::Display for CancelledBy {
 }
 
 /// The bound on jobs that a submission would exceed.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum JobBound {
     /// The bound of one client, by the name that it sends.
     Client { client: String, limit: usize },
@@ -138,8 +140,9 @@ impl fmt::Display for JobBound {
     }
 }
 
-/// Why a job failed. `Clone`, since all clients that joined a job get the same error.
-#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+/// Why a job failed. `Clone`, since all clients that joined a job get the same error; serialized, since it is told to those who ask
+/// after a restart.
+#[derive(Clone, Debug, PartialEq, thiserror::Error, Serialize, Deserialize)]
 pub enum Error {
     /// Invalid fields of the request.
     #[error("{}", .0.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "))]
@@ -201,7 +204,7 @@ pub enum Error {
     #[error("{problem}")]
     TokenLimit {
         /// Name of the limit: `jobs`, `pixels_per_minute`.
-        limit: &'static str,
+        limit: Cow<'static, str>,
         problem: String,
         /// After which time it may work; `None`: never.
         retry_after: Option<Duration>,
@@ -244,6 +247,20 @@ pub enum Error {
     /// No card is ready.
     #[error("no card is ready: {0}")]
     CardNotReady(String),
+    /// The service ended each time that the job ran.
+    #[error(
+        "the service ended {times} times while this job ran, and the job is not tried again: ask for a smaller picture or film, and see \
+         in the service's log why it ended"
+    )]
+    LostTooOften {
+        /// How often it was begun.
+        times: u32,
+    },
+    /// The journal of jobs cannot be written or read.
+    #[error(
+        "the job cannot be kept: {0}; free some disk, see whether service.state can be written, or submit it without `detach`"
+    )]
+    NotKept(String),
     /// A result is NaN or infinite.
     #[error(
         "{component} produced a value that is not finite at step {step}: nothing could be seen or heard of the result"

@@ -1,5 +1,6 @@
 //! Jobs as seen by their clients: specification and events.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -35,6 +36,9 @@ pub enum Priority {
 /// Parameters of a job that are independent of its work.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct JobOptions {
+    /// The id that it had before a restart; `None`: it gets one.
+    #[serde(default)]
+    pub id: Option<JobId>,
     /// Name of the client, for fair queueing.
     pub client: String,
     /// Account by which jobs, latents and unread results are bounded: the client's address, whichever names it sends; empty without one.
@@ -288,7 +292,7 @@ pub enum JobEventKind {
 }
 
 /// Figures of a finished job.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct JobReport {
     /// Seed of the first item.
     pub seed: u64,
@@ -307,7 +311,7 @@ pub struct JobReport {
 }
 
 /// Figures of one stage.
-#[derive(Clone, Debug, Default, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StageReport {
     pub name: StageName,
     /// Time of computation.
@@ -335,7 +339,7 @@ pub struct StageReport {
 }
 
 /// Description of a stored latent: values that can be decoded, or started from.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LatentInfo {
     /// Handle, for clients.
     pub id: String,
@@ -347,11 +351,11 @@ pub struct LatentInfo {
     pub expires_in: Duration,
     pub bytes: Bytes,
     /// Why a decode of this latent is only an approximation of its job's own result; `None`: it is exact.
-    pub approximation: Option<&'static str>,
+    pub approximation: Option<Cow<'static, str>>,
 }
 
 /// A stored latent with its tensors.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Latent {
     pub info: LatentInfo,
     pub values: Values,

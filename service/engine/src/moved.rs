@@ -1,11 +1,12 @@
 //! Results of unloads and reservations: components that left a card, components that stayed, and reserved memory.
 
 use residency::{Bytes, Component};
+use serde::{Deserialize, Serialize};
 
 use crate::messages::KeptBecause;
 
 /// A component that left a card.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Freed {
     /// The component.
     pub component: Component,
@@ -18,7 +19,7 @@ pub struct Freed {
 }
 
 /// A component that stayed on a card.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Kept {
     /// The component.
     pub component: Component,

@@ -195,6 +195,7 @@ pub(crate) fn job_out(job: &JobInfo) -> v1::JobInfo {
         queue_position: job.position,
         age_ms: millis(job.age),
         error: job.error.as_ref().map(ToString::to_string).unwrap_or_default(),
+        results_for_ms: None,
     }
 }
 
@@ -318,7 +319,7 @@ fn chunk_out(chunk: Chunk) -> v1::Artifact {
     let (metadata, format) = head.unzip();
     v1::Artifact {
         index: chunk.item,
-        media_type: chunk.media_type.to_owned(),
+        media_type: chunk.media_type.into_owned(),
         metadata: metadata.unwrap_or_default(),
         chunk: chunk.data,
         total_bytes: chunk.total_bytes,
@@ -390,7 +391,7 @@ pub(crate) fn media_out(media: KeptMedia) -> v1::MediaInfo {
 pub(crate) fn left_out_out(left_out: &LeftOut) -> v1::TextLeftOut {
     let number = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
     v1::TextLeftOut {
-        field: left_out.field.to_owned(),
+        field: left_out.field.clone().into_owned(),
         tokens: number(left_out.tokens),
         limit: number(left_out.limit),
         message: left_out.to_string(),

@@ -130,7 +130,7 @@ const ADMINISTER: Needs = Needs::Role(Role::Administer);
 
 /// Every method, ours and those of health and reflection. A test holds it to the descriptors.
 #[rustfmt::skip] // a line each
-const METHODS: [Method; 34] = [
+const METHODS: [Method; 35] = [
     Method::new("moored.v1.Generation/GenerateImage", GENERATE).takes(Requests::Large).announces("text_to_image"),
     Method::new("moored.v1.Generation/GenerateVideo", GENERATE).takes(Requests::Large),
     Method::new("moored.v1.Generation/GenerateAudio", GENERATE),
@@ -145,6 +145,7 @@ const METHODS: [Method; 34] = [
     Method::new("moored.v1.Hub/PlanPull", GENERATE),
     Method::new("moored.v1.Hub/PullModel", ADMINISTER),
     Method::new("moored.v1.Jobs/List", OBSERVE).spare(),
+    Method::new("moored.v1.Jobs/Fetch", GENERATE),
     Method::new("moored.v1.Jobs/Cancel", GENERATE).spare(),
     Method::new("moored.v1.Residency/ListModels", OBSERVE),
     Method::new("moored.v1.Residency/Load", GENERATE),

@@ -46,7 +46,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
                 None => info_with(reason, [("how", how.to_owned())]),
             }
         }
-        Error::TokenLimit { limit, .. } => info_with(reason, [("limit", (*limit).to_owned())]),
+        Error::TokenLimit { limit, .. } => info_with(reason, [("limit", limit.clone().into_owned())]),
         Error::NotOpened(NotOpened::Silent { .. }) => disk_info(SILENT),
         Error::NotOpened(NotOpened::Busy { .. }) => disk_info(BUSY),
         _ => error_info(reason),
@@ -69,7 +69,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::ShuttingDown => details.push(retry(RETRY_FULL_QUEUE)),
         Error::TokenLimit { retry_after, .. } => details.extend(retry_after.map(retry)),
         Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
-        Error::NotOpened(_) => details.push(retry(RETRY_DISK)),
+        Error::NotOpened(_) | Error::NotKept(_) => details.push(retry(RETRY_DISK)),
         Error::ModelNotFound { .. }
         | Error::ModelDamaged(_)
         | Error::ModelChanged(_)
@@ -79,6 +79,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::SlowReader { .. }
         | Error::WorkerDied { .. }
         | Error::WorkerSilent { .. }
+        | Error::LostTooOften { .. }
         | Error::NotFinite { .. }
         | Error::LatentNotFound(_)
         | Error::LatentWithoutDecoder
@@ -168,7 +169,10 @@ fn code_of(error: &Error) -> (Code, Reason) {
         Error::SlowReader { .. } => (Code::ResourceExhausted, Reason::SlowReader),
         Error::Deadline { .. } => (Code::DeadlineExceeded, Reason::Deadline),
         Error::Cancelled(_) => (Code::Cancelled, Reason::Cancelled),
-        Error::WorkerDied { .. } | Error::WorkerSilent { .. } => (Code::Aborted, Reason::WorkerDied),
+        Error::WorkerDied { .. } | Error::WorkerSilent { .. } | Error::LostTooOften { .. } => {
+            (Code::Aborted, Reason::WorkerDied)
+        }
+        Error::NotKept(_) => (Code::Unavailable, Reason::NotKept),
         Error::CardNotReady(_) => (Code::Unavailable, Reason::CardNotReady),
         Error::NotOpened(_) => (Code::Unavailable, Reason::DiskNotReady),
         Error::NotFinite { .. } => (Code::Internal, Reason::NotFinite),

@@ -182,7 +182,7 @@ pub struct AdapterFile {
 }
 
 /// The components and layers that an adapter changes, for display.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AdapterReport {
     pub name: String,
     /// Numbers of layers that it changes, by component of the base.

@@ -1,18 +1,22 @@
 //! Text that a model does not read.
 
+use std::borrow::Cow;
+
+use serde::{Deserialize, Serialize};
+
 use crate::request::Request;
 
 /// The end of a text that a model does not read: the text is longer than its limit.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftOut {
     /// The field of the text: `prompt`, `lyrics`.
-    pub field: &'static str,
+    pub field: Cow<'static, str>,
     /// Tokens that are left out.
     pub tokens: usize,
     /// Tokens that are read, with those that the model adds.
     pub limit: usize,
     /// The field that sets the limit; `None` for one of the model.
-    pub set_by: Option<&'static str>,
+    pub set_by: Option<Cow<'static, str>>,
 }
 
 impl LeftOut {
@@ -21,10 +25,10 @@ impl LeftOut {
     pub fn of_prompt(tokens: Option<usize>, request: &Request) -> Option<LeftOut> {
         let tokens = tokens.filter(|tokens| *tokens > 0)?;
         Some(LeftOut {
-            field: "prompt",
+            field: "prompt".into(),
             tokens,
             limit: request.max_sequence_length as usize,
-            set_by: Some("max_sequence_length"),
+            set_by: Some("max_sequence_length".into()),
         })
     }
 }
@@ -40,7 +44,7 @@ impl std::fmt::Display for LeftOut {
             "the {last} of the {} {are} left out: the model reads {}",
             self.field, self.limit
         )?;
-        match self.set_by {
+        match &self.set_by {
             Some(field) => write!(f, " ({field})"),
             None => Ok(()),
         }

@@ -7,13 +7,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use access::{CertificatesError, TokenError};
-use calls::{Bounds, Host, ModelRef, Models, Parts, Service, WorkerPids, first_card_of, millis};
+use calls::{
+    Bounds, Host, KeepSettings, ModelRef, Models, Parts, Service, WorkerPids, first_card_of, millis,
+};
 use config::{CardSettings, Config};
 use engine::library::Library;
 use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
 use grpc::{Gate, GrpcSettings, TransportError};
 use hub::{Hub, Pulls};
+use journal::{Journal, JournalError};
 use model::Families;
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
@@ -61,6 +64,12 @@ pub(crate) enum ServeError {
         folder: PathBuf,
         problem: std::io::Error,
     },
+    /// The journal of jobs cannot be used.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// The jobs of the journal cannot be read.
+    #[error(transparent)]
+    Jobs(#[from] engine::Error),
     /// The folder of kept copies cannot be used.
     #[error("copies cannot be kept (quantization.keep_folder): {0}")]
     Copies(#[from] KeepError),
@@ -114,6 +123,8 @@ pub(crate) async fn run(
     let policy = config.cards.policy_on(&descriptions);
     let (listener, address) = listen(config.service.listen).await?;
     timeline.part("lock the cards, listen");
+    let journal = open_journal(&config.service.state).await?;
+    timeline.part("open the journal");
     pipelines::set_fp8_products(config.cards.fp8_products);
     let library = Arc::new(open_library(&config)?);
     let workers = WorkerPids::new(cards.len());
@@ -147,8 +158,17 @@ pub(crate) async fn run(
         policy,
         latents: config.queue.latents,
         media_ttl: config.queue.latent_ttl,
+        journal,
+        keep: KeepSettings {
+            folder: config.service.state.join("results"),
+            results_for: config.queue.results_for,
+            most_bytes: config.queue.results,
+            resumed_at_once: config.queue.resumed_at_once,
+        },
         stopping: stopping_seen,
-    });
+    })?;
+    service.resume();
+    let at_the_end = service.clone();
     let settings = GrpcSettings {
         limits: config.limits.clone(),
         gate: Gate::new(tokens),
@@ -179,10 +199,21 @@ pub(crate) async fn run(
         () = shutdown => Ok(()),
         () = end_of(reports) => Err(ServeError::QueueEnded),
     };
+    at_the_end.save().await;
+    drop(at_the_end);
     ended?; // workers end with the queue, and connections with the process
     close(card_tasks.tasks, library, serving).await?;
     tracing::info!("stopped");
     Ok(())
+}
+
+async fn open_journal(folder: &Path) -> Result<Journal, ServeError> {
+    let folder = folder.to_owned();
+    let opened = tokio::task::spawn_blocking(move || Journal::open(&folder));
+    let opened = opened
+        .await
+        .map_err(|panic| JournalError::Storage(panic.to_string()))??;
+    Ok(opened.journal)
 }
 
 fn make_state_folder(folder: &Path) -> Result<(), ServeError> {

@@ -5,8 +5,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-const CRATES: [&str; 17] = [
+const CRATES: [&str; 18] = [
     "access",
+    "journal",
     "residency",
     "gpu",
     "ops",
@@ -36,10 +37,12 @@ fn allowed(name: &str) -> &'static [&'static str] {
         "engine" => &["model", "ops", "gpu", "residency", "turns"],
         "media" => &["model"],
         "access" => &["gpu", "wording"],
+        "journal" => &["gpu"],
         "config" => &["access", "model", "ops", "gpu", "residency", "wording"],
         "hub" => &["config", "model", "gpu", "residency", "wording", "turns"],
         "calls" => &[
             "access",
+            "journal",
             "turns",
             "engine",
             "media",
@@ -76,6 +79,7 @@ fn allowed(name: &str) -> &'static [&'static str] {
         // It wires all of them together.
         "moored" => &[
             "access",
+            "journal",
             "cli",
             "grpc",
             "calls",

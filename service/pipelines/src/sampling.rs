@@ -87,7 +87,10 @@ impl<'a> Prompts<(&'static str, &'a str)> {
     pub(crate) fn left_out(&self, request: &Request, tokens: impl Fn(&str) -> Option<usize>) -> Vec<LeftOut> {
         let of_text = self.iter().filter_map(|(field, text)| {
             let left_out = LeftOut::of_prompt(tokens(text), request)?;
-            Some(LeftOut { field, ..left_out })
+            Some(LeftOut {
+                field: (*field).into(),
+                ..left_out
+            })
         });
         of_text.collect()
     }

@@ -6,6 +6,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use serde::{Deserialize, Serialize};
+
 use crate::nouns::Bytes;
 
 /// How many of the last successful runs an estimate covers.
@@ -15,7 +17,7 @@ pub const RUNS_REMEMBERED: usize = 8;
 pub const KEYS_REMEMBERED: usize = 4096;
 
 /// Everything that a stage's activation bytes depend on.
-#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ScratchKey {
     /// Model family and variant.
     pub family: String,
@@ -49,7 +51,7 @@ pub enum RunOutcome {
     },
 }
 
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Learned {
     peaks: VecDeque<Bytes>,
     /// The least usable bytes in which a run succeeded and none failed since.
@@ -58,7 +60,7 @@ struct Learned {
 }
 
 /// Learned peaks by key.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScratchBook {
     learned: BTreeMap<ScratchKey, Learned>,
     lessons: u64,

@@ -54,7 +54,7 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     `by` is the client who did it. CANCELLED.
     """
     WORKER_DIED: _Reason.ValueType  # 12
-    """Two workers died while they ran this job. ABORTED."""
+    """Two workers died while they ran this job, or the service ended three times while it ran. ABORTED."""
     CARD_NOT_READY: _Reason.ValueType  # 13
     """No card is ready. UNAVAILABLE, with RetryInfo."""
     NOT_FINITE: _Reason.ValueType  # 14
@@ -104,6 +104,10 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     metadata names which of `jobs`, `pixels_per_minute`, `seconds_per_minute`, `bytes_per_minute` and `models`. RESOURCE_EXHAUSTED,
     with RetryInfo where a time is known.
     """
+    NOT_KEPT: _Reason.ValueType  # 31
+    """A detached job, or what it has made, cannot be written to the service's disk or read from it: the message says why. Without
+    `detach` the same request runs. UNAVAILABLE, with RetryInfo.
+    """
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Reasons of `ErrorInfo`, by name. Stable: clients match on them."""
@@ -135,7 +139,7 @@ client left, or the connection to it was lost) or `unread` (its client did not r
 `by` is the client who did it. CANCELLED.
 """
 WORKER_DIED: Reason.ValueType  # 12
-"""Two workers died while they ran this job. ABORTED."""
+"""Two workers died while they ran this job, or the service ended three times while it ran. ABORTED."""
 CARD_NOT_READY: Reason.ValueType  # 13
 """No card is ready. UNAVAILABLE, with RetryInfo."""
 NOT_FINITE: Reason.ValueType  # 14
@@ -184,6 +188,10 @@ TOKEN_LIMIT: Reason.ValueType  # 30
 """The token may do no more of this: jobs at a time, pixels, seconds or bytes a minute, or other models than its own. `limit` in the
 metadata names which of `jobs`, `pixels_per_minute`, `seconds_per_minute`, `bytes_per_minute` and `models`. RESOURCE_EXHAUSTED,
 with RetryInfo where a time is known.
+"""
+NOT_KEPT: Reason.ValueType  # 31
+"""A detached job, or what it has made, cannot be written to the service's disk or read from it: the message says why. Without
+`detach` the same request runs. UNAVAILABLE, with RetryInfo.
 """
 global___Reason = Reason
 

@@ -12,24 +12,27 @@ from google.protobuf.internal import builder as _builder
 _sym_db = _symbol_database.Default()
 
 
+from . import events_pb2 as moored_dot_v1_dot_events__pb2
 from . import residency_pb2 as moored_dot_v1_dot_residency__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14moored/v1/jobs.proto\x12\tmoored.v1\x1a\x19moored/v1/residency.proto\"(\n\x0fListJobsRequest\x12\x15\n\rinclude_ended\x18\x01 \x01(\x08\"4\n\x10ListJobsResponse\x12 \n\x04jobs\x18\x01 \x03(\x0b\x32\x12.moored.v1.JobInfo\"N\n\x10\x43\x61ncelJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x17\n\x0frelease_latents\x18\x02 \x01(\x08\x12\x11\n\tclient_id\x18\x03 \x01(\t\"&\n\x11\x43\x61ncelJobResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\x32\x8c\x01\n\x04Jobs\x12?\n\x04List\x12\x1a.moored.v1.ListJobsRequest\x1a\x1b.moored.v1.ListJobsResponse\x12\x43\n\x06\x43\x61ncel\x12\x1b.moored.v1.CancelJobRequest\x1a\x1c.moored.v1.CancelJobResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14moored/v1/jobs.proto\x12\tmoored.v1\x1a\x16moored/v1/events.proto\x1a\x19moored/v1/residency.proto\"(\n\x0fListJobsRequest\x12\x15\n\rinclude_ended\x18\x01 \x01(\x08\"4\n\x10ListJobsResponse\x12 \n\x04jobs\x18\x01 \x03(\x0b\x32\x12.moored.v1.JobInfo\"!\n\x0f\x46\x65tchJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\"N\n\x10\x43\x61ncelJobRequest\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x17\n\x0frelease_latents\x18\x02 \x01(\x08\x12\x11\n\tclient_id\x18\x03 \x01(\t\"&\n\x11\x43\x61ncelJobResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\x32\xc5\x01\n\x04Jobs\x12?\n\x04List\x12\x1a.moored.v1.ListJobsRequest\x1a\x1b.moored.v1.ListJobsResponse\x12\x37\n\x05\x46\x65tch\x12\x1a.moored.v1.FetchJobRequest\x1a\x10.moored.v1.Event0\x01\x12\x43\n\x06\x43\x61ncel\x12\x1b.moored.v1.CancelJobRequest\x1a\x1c.moored.v1.CancelJobResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'moored.v1.jobs_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_LISTJOBSREQUEST']._serialized_start=62
-  _globals['_LISTJOBSREQUEST']._serialized_end=102
-  _globals['_LISTJOBSRESPONSE']._serialized_start=104
-  _globals['_LISTJOBSRESPONSE']._serialized_end=156
-  _globals['_CANCELJOBREQUEST']._serialized_start=158
-  _globals['_CANCELJOBREQUEST']._serialized_end=236
-  _globals['_CANCELJOBRESPONSE']._serialized_start=238
-  _globals['_CANCELJOBRESPONSE']._serialized_end=276
-  _globals['_JOBS']._serialized_start=279
-  _globals['_JOBS']._serialized_end=419
+  _globals['_LISTJOBSREQUEST']._serialized_start=86
+  _globals['_LISTJOBSREQUEST']._serialized_end=126
+  _globals['_LISTJOBSRESPONSE']._serialized_start=128
+  _globals['_LISTJOBSRESPONSE']._serialized_end=180
+  _globals['_FETCHJOBREQUEST']._serialized_start=182
+  _globals['_FETCHJOBREQUEST']._serialized_end=215
+  _globals['_CANCELJOBREQUEST']._serialized_start=217
+  _globals['_CANCELJOBREQUEST']._serialized_end=295
+  _globals['_CANCELJOBRESPONSE']._serialized_start=297
+  _globals['_CANCELJOBRESPONSE']._serialized_end=335
+  _globals['_JOBS']._serialized_start=338
+  _globals['_JOBS']._serialized_end=535
 # @@protoc_insertion_point(module_scope)

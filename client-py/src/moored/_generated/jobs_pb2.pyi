@@ -19,7 +19,7 @@ class ListJobsRequest(google.protobuf.message.Message):
 
     INCLUDE_ENDED_FIELD_NUMBER: builtins.int
     include_ended: builtins.bool
-    """Also those that have ended (the last 100)."""
+    """Also those that have ended: the last 100, and all whose results can be fetched."""
     def __init__(
         self,
         *,
@@ -44,6 +44,21 @@ class ListJobsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["jobs", b"jobs"]) -> None: ...
 
 global___ListJobsResponse = ListJobsResponse
+
+@typing.final
+class FetchJobRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id"]) -> None: ...
+
+global___FetchJobRequest = FetchJobRequest
 
 @typing.final
 class CancelJobRequest(google.protobuf.message.Message):

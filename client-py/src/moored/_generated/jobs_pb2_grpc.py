@@ -2,6 +2,7 @@
 """Client and server classes corresponding to protobuf-defined services."""
 import grpc
 
+from . import events_pb2 as moored_dot_v1_dot_events__pb2
 from . import jobs_pb2 as moored_dot_v1_dot_jobs__pb2
 
 
@@ -20,6 +21,11 @@ class JobsStub(object):
                 request_serializer=moored_dot_v1_dot_jobs__pb2.ListJobsRequest.SerializeToString,
                 response_deserializer=moored_dot_v1_dot_jobs__pb2.ListJobsResponse.FromString,
                 )
+        self.Fetch = channel.unary_stream(
+                '/moored.v1.Jobs/Fetch',
+                request_serializer=moored_dot_v1_dot_jobs__pb2.FetchJobRequest.SerializeToString,
+                response_deserializer=moored_dot_v1_dot_events__pb2.Event.FromString,
+                )
         self.Cancel = channel.unary_unary(
                 '/moored.v1.Jobs/Cancel',
                 request_serializer=moored_dot_v1_dot_jobs__pb2.CancelJobRequest.SerializeToString,
@@ -32,7 +38,16 @@ class JobsServicer(object):
     """
 
     def List(self, request, context):
-        """Jobs that are queued, waiting or running, and those that ended lately.
+        """Jobs that are queued, waiting or running, those that are held from before a restart, and those that have ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Fetch(self, request, context):
+        """A job that was submitted with `detach` by this account: its progress from now on, and once it has ended the results, latents and
+        end that its own stream had. It may be asked for as often as one likes, also after a restart of the service, until
+        `queue.results_for` after its end. Leaving the stream leaves the job alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -52,6 +67,11 @@ def add_JobsServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=moored_dot_v1_dot_jobs__pb2.ListJobsRequest.FromString,
                     response_serializer=moored_dot_v1_dot_jobs__pb2.ListJobsResponse.SerializeToString,
+            ),
+            'Fetch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Fetch,
+                    request_deserializer=moored_dot_v1_dot_jobs__pb2.FetchJobRequest.FromString,
+                    response_serializer=moored_dot_v1_dot_events__pb2.Event.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -83,6 +103,23 @@ class Jobs(object):
         return grpc.experimental.unary_unary(request, target, '/moored.v1.Jobs/List',
             moored_dot_v1_dot_jobs__pb2.ListJobsRequest.SerializeToString,
             moored_dot_v1_dot_jobs__pb2.ListJobsResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Fetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(request, target, '/moored.v1.Jobs/Fetch',
+            moored_dot_v1_dot_jobs__pb2.FetchJobRequest.SerializeToString,
+            moored_dot_v1_dot_events__pb2.Event.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

@@ -7,6 +7,7 @@ import abc
 import collections.abc
 import grpc
 import grpc.aio
+from . import events_pb2
 from . import jobs_pb2
 import typing
 
@@ -25,7 +26,16 @@ class JobsStub:
         jobs_pb2.ListJobsRequest,
         jobs_pb2.ListJobsResponse,
     ]
-    """Jobs that are queued, waiting or running, and those that ended lately."""
+    """Jobs that are queued, waiting or running, those that are held from before a restart, and those that have ended."""
+
+    Fetch: grpc.UnaryStreamMultiCallable[
+        jobs_pb2.FetchJobRequest,
+        events_pb2.Event,
+    ]
+    """A job that was submitted with `detach` by this account: its progress from now on, and once it has ended the results, latents and
+    end that its own stream had. It may be asked for as often as one likes, also after a restart of the service, until
+    `queue.results_for` after its end. Leaving the stream leaves the job alone.
+    """
 
     Cancel: grpc.UnaryUnaryMultiCallable[
         jobs_pb2.CancelJobRequest,
@@ -40,7 +50,16 @@ class JobsAsyncStub:
         jobs_pb2.ListJobsRequest,
         jobs_pb2.ListJobsResponse,
     ]
-    """Jobs that are queued, waiting or running, and those that ended lately."""
+    """Jobs that are queued, waiting or running, those that are held from before a restart, and those that have ended."""
+
+    Fetch: grpc.aio.UnaryStreamMultiCallable[
+        jobs_pb2.FetchJobRequest,
+        events_pb2.Event,
+    ]
+    """A job that was submitted with `detach` by this account: its progress from now on, and once it has ended the results, latents and
+    end that its own stream had. It may be asked for as often as one likes, also after a restart of the service, until
+    `queue.results_for` after its end. Leaving the stream leaves the job alone.
+    """
 
     Cancel: grpc.aio.UnaryUnaryMultiCallable[
         jobs_pb2.CancelJobRequest,
@@ -57,7 +76,18 @@ class JobsServicer(metaclass=abc.ABCMeta):
         request: jobs_pb2.ListJobsRequest,
         context: _ServicerContext,
     ) -> typing.Union[jobs_pb2.ListJobsResponse, collections.abc.Awaitable[jobs_pb2.ListJobsResponse]]:
-        """Jobs that are queued, waiting or running, and those that ended lately."""
+        """Jobs that are queued, waiting or running, those that are held from before a restart, and those that have ended."""
+
+    @abc.abstractmethod
+    def Fetch(
+        self,
+        request: jobs_pb2.FetchJobRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[events_pb2.Event], collections.abc.AsyncIterator[events_pb2.Event]]:
+        """A job that was submitted with `detach` by this account: its progress from now on, and once it has ended the results, latents and
+        end that its own stream had. It may be asked for as often as one likes, also after a restart of the service, until
+        `queue.results_for` after its end. Leaving the stream leaves the job alone.
+        """
 
     @abc.abstractmethod
     def Cancel(

@@ -950,6 +950,7 @@ class JobInfo(google.protobuf.message.Message):
     QUEUE_POSITION_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    RESULTS_FOR_MS_FIELD_NUMBER: builtins.int
     id: builtins.str
     client_id: builtins.str
     priority: generation_pb2.Priority.ValueType
@@ -966,6 +967,8 @@ class JobInfo(google.protobuf.message.Message):
     age_ms: builtins.int
     error: builtins.str
     """Why it failed."""
+    results_for_ms: builtins.int
+    """How long its results can still be fetched; absent: it has not ended, or was not submitted with `detach`."""
     def __init__(
         self,
         *,
@@ -982,8 +985,11 @@ class JobInfo(google.protobuf.message.Message):
         queue_position: builtins.int = ...,
         age_ms: builtins.int = ...,
         error: builtins.str = ...,
+        results_for_ms: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "card", b"card", "client_id", b"client_id", "error", b"error", "id", b"id", "kind", b"kind", "model_key", b"model_key", "priority", b"priority", "queue_position", b"queue_position", "stage", b"stage", "state", b"state", "step", b"step", "steps", b"steps"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_results_for_ms", b"_results_for_ms", "results_for_ms", b"results_for_ms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_results_for_ms", b"_results_for_ms", "age_ms", b"age_ms", "card", b"card", "client_id", b"client_id", "error", b"error", "id", b"id", "kind", b"kind", "model_key", b"model_key", "priority", b"priority", "queue_position", b"queue_position", "results_for_ms", b"results_for_ms", "stage", b"stage", "state", b"state", "step", b"step", "steps", b"steps"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_results_for_ms", b"_results_for_ms"]) -> typing.Literal["results_for_ms"] | None: ...
 
 global___JobInfo = JobInfo
 

@@ -33,6 +33,18 @@ pub(crate) struct OutputArguments {
     pub(crate) no_metadata: bool,
 }
 
+/// Where what was fetched is written.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Output")]
+pub(crate) struct FetchOutput {
+    /// A file (.png, .jpg, .webp, .mp4, .wav, .flac), a folder, or - for standard output [default: MODEL-SEED.png, .mp4 or .wav]
+    #[arg(short, long, value_name = "PATH")]
+    pub(crate) out: Option<String>,
+    /// Overwrite existing files
+    #[arg(short, long)]
+    pub(crate) force: bool,
+}
+
 /// What is generated, and how its job is run.
 #[derive(Debug, Default, Args)]
 pub(crate) struct Settings {
@@ -168,6 +180,9 @@ pub(crate) struct JobSettings {
     /// The card to run on, as `moored status` names it
     #[arg(long, help_heading = "Job")]
     pub(crate) card: Option<String>,
+    /// Print the job's id and leave: the job goes on, outlives a restart of the service, and `moored fetch` gets its results
+    #[arg(long, help_heading = "Job")]
+    pub(crate) detach: bool,
 }
 
 /// Medium of a result.

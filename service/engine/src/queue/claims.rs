@@ -2,8 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use residency::{Bytes, Component, ComponentId};
+use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use super::report::ReservationStatus;
@@ -45,12 +47,46 @@ pub(super) struct Holding {
 }
 
 /// Who reserves memory.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reserver {
     /// Name for display.
     pub label: String,
     /// The reservation ends with this process, which the caller watches.
     pub process: Option<u32>,
+}
+
+/// The claims as they are kept over a restart.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct KeptClaims {
+    /// Entries that are pinned.
+    pub pins: Vec<Arc<Entry>>,
+    pub holds: Vec<KeptHold>,
+    pub reservations: Vec<KeptReservation>,
+}
+
+/// A hold as it is kept over a restart.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct KeptHold {
+    pub id: String,
+    pub entry: Arc<Entry>,
+    /// Name of the client that holds it.
+    pub client: String,
+    /// Account of that client.
+    pub account: String,
+    /// Remaining time.
+    pub left: Duration,
+}
+
+/// A reservation as it is kept over a restart.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct KeptReservation {
+    pub id: String,
+    /// Id of the card.
+    pub card: String,
+    pub by: Reserver,
+    pub bytes: Bytes,
+    /// Remaining time.
+    pub left: Duration,
 }
 
 impl From<&str> for Reserver {
@@ -195,6 +231,59 @@ impl Claims {
         let id = format!("hold-{}", uuid::Uuid::new_v4().simple());
         self.holds.insert(id.clone(), Hold { owner, key, until });
         id
+    }
+
+    /// Puts a hold back that was there before.
+    pub(super) fn restore_hold(&mut self, hold: KeptHold, now: Instant) {
+        let owner = Holding {
+            client: hold.client,
+            account: hold.account,
+        };
+        let again = Hold {
+            owner,
+            key: hold.entry.key.clone(),
+            until: now + hold.left,
+        };
+        self.holds.entry(hold.id).or_insert(again);
+    }
+
+    /// Puts a reservation of a card, by index, back that was there before.
+    pub(super) fn restore_reservation(&mut self, card: usize, kept: KeptReservation, now: Instant) {
+        let again = Reservation {
+            card,
+            by: kept.by,
+            bytes: kept.bytes,
+            until: now + kept.left,
+        };
+        self.reservations.entry(kept.id).or_insert(again);
+    }
+
+    /// All claims, to keep them over a restart. `cards` are the ids of the cards.
+    pub(super) fn kept(&self, cards: &[&str], now: Instant) -> KeptClaims {
+        let entry = |key: &String| self.entries.get(key).map(|known| known.entry.clone());
+        let holds = self.holds.iter().filter_map(|(id, hold)| {
+            Some(KeptHold {
+                id: id.clone(),
+                entry: entry(&hold.key)?,
+                client: hold.owner.client.clone(),
+                account: hold.owner.account.clone(),
+                left: hold.until.saturating_duration_since(now),
+            })
+        });
+        let reservations = self.reservations.iter().filter_map(|(id, reservation)| {
+            Some(KeptReservation {
+                id: id.clone(),
+                card: (*cards.get(reservation.card)?).to_owned(),
+                by: reservation.by.clone(),
+                bytes: reservation.bytes,
+                left: reservation.until.saturating_duration_since(now),
+            })
+        });
+        KeptClaims {
+            pins: self.pins.iter().filter_map(entry).collect(),
+            holds: holds.collect(),
+            reservations: reservations.collect(),
+        }
     }
 
     pub(super) fn release_hold(&mut self, id: &str, reach: &Reach) -> bool {

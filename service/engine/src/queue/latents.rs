@@ -1,6 +1,7 @@
 //! Values that outlive the stage that made them: bounded, each with a time to live that use renews. Accounts share the bound (see
 //! [`SharedStore`]).
 
+use std::borrow::Cow;
 use std::time::Duration;
 
 use model::{HostTensor, HostType, ValueShape, Values};
@@ -41,7 +42,7 @@ struct StoredLatent {
     /// A client has released it: only the jobs that lease it can still use it.
     given_up: bool,
     /// See [`LatentInfo::approximation`].
-    approximation: Option<&'static str>,
+    approximation: Option<Cow<'static, str>>,
 }
 
 impl Stored for StoredLatent {
@@ -139,9 +140,40 @@ impl Latents {
         self.info(&id, now)
     }
 
+    /// Puts a latent back that was here before, with its id. One that is there already stays as it is.
+    pub(super) fn restore(&mut self, latent: Latent, maker: Maker, now: Instant) -> Result<(), Error> {
+        let Latent { info, values } = latent;
+        if self.kept.get(&info.id).is_some() {
+            return Ok(());
+        }
+        if !self
+            .kept
+            .make_room(&maker.account, Taken::one(bytes_of(&values).0))
+        {
+            return Err(Error::ClientLimit(format!(
+                "there is no room for the latent {} of {} while others are needed: try again in a while, or raise queue.latents",
+                info.id, info.bytes
+            )));
+        }
+        let kept = StoredLatent {
+            values,
+            decoder_id: info.decoder_id,
+            account: maker.account,
+            made_by: Some(maker.job),
+            last_used: now,
+            leases: 0,
+            keep: true,
+            given_up: false,
+            approximation: info.approximation,
+        };
+        self.kept.insert(info.id, kept);
+        Ok(())
+    }
+
     /// Marks a latent whose decode lacks something of its job's own result.
     pub(super) fn mark_approximate(&mut self, id: &str, approximation: Option<&'static str>) {
-        self.kept.edit(id, |kept| kept.approximation = approximation);
+        self.kept
+            .edit(id, |kept| kept.approximation = approximation.map(Cow::Borrowed));
     }
 
     /// Adds values to a latent that a job has made and leases.
@@ -192,7 +224,7 @@ impl Latents {
             decoder_id: kept.decoder_id.clone(),
             expires_in: (kept.last_used + self.ttl).saturating_duration_since(now),
             bytes: bytes_of(&kept.values),
-            approximation: kept.approximation,
+            approximation: kept.approximation.clone(),
         })
     }
 

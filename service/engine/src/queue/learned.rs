@@ -6,6 +6,7 @@ use std::time::Duration;
 use gpu::CardDescription;
 use model::StagePlan;
 use residency::{Bytes, Component, ComponentId, RunOutcome, ScratchBook, ScratchKey};
+use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use crate::job::{JobId, StageName};
@@ -81,12 +82,85 @@ pub(super) struct Learned {
     losses: BTreeMap<(String, String), WorkerLosses>,
 }
 
+/// What was learned, as it is kept over a restart. Stages without steps are not in it: the first one in a worker takes longer.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct KeptLearned {
+    scratch: ScratchBook,
+    load_seconds: Vec<(ComponentId, f64)>,
+    /// By the id of the card.
+    of_cards: BTreeMap<String, LearnedOfCard>,
+}
+
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+struct LearnedOfCard {
+    stage_ms: Vec<(StageKey, f64)>,
+    pass_seconds: Vec<(StageKey, f64)>,
+    between_steps: Vec<(StageKey, Duration)>,
+    load_speed: Option<f64>,
+}
+
 struct WorkerLosses {
     jobs: BTreeSet<JobId>,
     last: Instant,
 }
 
+/// The figures of one card, by index.
+fn of_card<T: Copy>(by_key: &BTreeMap<StageKey, BTreeMap<usize, T>>, card: usize) -> Vec<(StageKey, T)> {
+    let of_card = by_key
+        .iter()
+        .filter_map(|(key, by_card)| Some((key.clone(), *by_card.get(&card)?)));
+    of_card.collect()
+}
+
 impl Learned {
+    /// What is kept over a restart. `cards` are the ids of the cards.
+    pub(super) fn kept(&self, cards: &[&str]) -> KeptLearned {
+        let of_card = |(card, id): (usize, &&str)| {
+            let paces = self.between_steps.iter().filter(|((_, on), _)| *on == card);
+            let learned = LearnedOfCard {
+                stage_ms: of_card(&self.stage_ms, card),
+                pass_seconds: of_card(&self.pass_seconds, card),
+                between_steps: paces.map(|((key, _), pace)| (key.clone(), *pace)).collect(),
+                load_speed: self.load_speed.get(&card).copied(),
+            };
+            ((*id).to_owned(), learned)
+        };
+        KeptLearned {
+            scratch: self.scratch.clone(),
+            load_seconds: self.load_seconds.clone().into_iter().collect(),
+            of_cards: cards.iter().enumerate().map(of_card).collect(),
+        }
+    }
+
+    /// Takes over what was learned before. What this process has learned already stays.
+    pub(super) fn restore(&mut self, kept: KeptLearned, cards: &[&str]) {
+        if self.scratch == ScratchBook::new() {
+            self.scratch = kept.scratch;
+        }
+        for (id, seconds) in kept.load_seconds {
+            self.load_seconds.entry(id).or_insert(seconds);
+        }
+        for (card, id) in cards.iter().enumerate() {
+            let Some(learned) = kept.of_cards.get(*id) else {
+                continue;
+            };
+            for (key, ms) in &learned.stage_ms {
+                let by_card = self.stage_ms.entry(key.clone()).or_default();
+                by_card.entry(card).or_insert(*ms);
+            }
+            for (key, seconds) in &learned.pass_seconds {
+                let by_card = self.pass_seconds.entry(key.clone()).or_default();
+                by_card.entry(card).or_insert(*seconds);
+            }
+            for (key, pace) in &learned.between_steps {
+                self.between_steps.entry((key.clone(), card)).or_insert(*pace);
+            }
+            if let Some(speed) = learned.load_speed {
+                self.load_speed.entry(card).or_insert(speed);
+            }
+        }
+    }
+
     /// Puts learned peaks into a stage's rungs, and learned seconds into its components.
     pub(super) fn improve(&self, need: &mut Need, family: &str, card: &CardDescription) {
         self.time_loads(&mut need.components);

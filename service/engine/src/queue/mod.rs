@@ -60,7 +60,8 @@ use tokio::time::Instant;
 
 use self::core::{Call, Core, Input};
 use cards::ReservationRequest;
-pub use claims::Reserver;
+pub use claims::{KeptClaims, KeptHold, KeptReservation, Reserver};
+pub use learned::KeptLearned;
 pub use listener::Job;
 use reductions::{open_reductions, open_upgrades};
 pub use report::{
@@ -73,7 +74,7 @@ use shell::Shell;
 use unloads::EntryToUnload;
 
 use crate::error::Error;
-use crate::job::{JobSpec, JobWork, Latent, LatentInfo, Reach, Run};
+use crate::job::{JobId, JobSpec, JobWork, Latent, LatentInfo, Reach, Run};
 use crate::library::{Entry, Library};
 use crate::messages::{Command, Event};
 use crate::moved::Reserved;
@@ -266,6 +267,31 @@ impl Queue {
         let inputs = self.inputs.downgrade();
         // The core makes the handle: if the caller is gone, the handle is dropped, and its job is left.
         self.call(move |core, now| Ok(core.submit(submission, now)?.handle(inputs)))
+            .await?
+    }
+
+    /// As [`Queue::submit`]. A job that is detached by it has a second handle, for who keeps its results.
+    ///
+    /// # Errors
+    /// Those of [`Queue::submit`].
+    pub async fn submit_kept(&self, spec: JobSpec) -> Result<(Job, Option<Job>), Error> {
+        let submission = self.prepare(spec).await?;
+        let inputs = self.inputs.downgrade();
+        self.call(move |core, now| {
+            let (own, keeper) = core.submit_kept(submission, now)?;
+            let keeper = keeper.map(|keeper| keeper.handle(inputs.clone()));
+            Ok((own.handle(inputs), keeper))
+        })
+        .await?
+    }
+
+    /// Listens to a job in the queue from now on.
+    ///
+    /// # Errors
+    /// [`Error::JobNotFound`].
+    pub async fn listen(&self, id: &str) -> Result<Job, Error> {
+        let (id, reach, inputs) = (id.to_owned(), self.reach.clone(), self.inputs.downgrade());
+        self.call(move |core, _| Ok(core.listen_to(&id, &reach)?.handle(inputs)))
             .await?
     }
 
@@ -504,6 +530,58 @@ impl Queue {
     ) -> Result<LatentInfo, Error> {
         self.call(move |core, now| core.put_latent(values, decoder_id, account, now))
             .await?
+    }
+
+    /// Puts a latent back that was in the store before: with its id, for its account. One that is there already stays as it is.
+    ///
+    /// # Errors
+    /// [`Error::ClientLimit`] while other latents leave no room for it.
+    pub async fn restore_latent(&self, latent: Latent, account: String, made_by: JobId) -> Result<(), Error> {
+        self.call(move |core, now| core.restore_latent(latent, account, made_by, now))
+            .await?
+    }
+
+    /// The pins, holds and reservations.
+    ///
+    /// # Errors
+    /// [`Error::ShuttingDown`].
+    pub async fn claims(&self) -> Result<KeptClaims, Error> {
+        self.call(|core, now| core.kept_claims(now)).await
+    }
+
+    /// Puts a hold back that was there before, with its id.
+    ///
+    /// # Errors
+    /// When the model cannot be opened.
+    pub async fn restore_hold(&self, hold: KeptHold) -> Result<(), Error> {
+        let models = self.open(hold.entry.clone()).await?;
+        self.call(move |core, now| core.restore_hold(hold, &models, now))
+            .await
+    }
+
+    /// Puts reservations back that were there before, with their ids. Those of cards that are not there any more are left out.
+    ///
+    /// # Errors
+    /// [`Error::ShuttingDown`].
+    pub async fn restore_reservations(&self, reservations: Vec<KeptReservation>) -> Result<(), Error> {
+        self.call(move |core, now| core.restore_reservations(reservations, now))
+            .await
+    }
+
+    /// What was learned of earlier jobs: peaks of activations, times of stages, speeds of loads.
+    ///
+    /// # Errors
+    /// [`Error::ShuttingDown`].
+    pub async fn learned(&self) -> Result<KeptLearned, Error> {
+        self.call(|core, _| core.kept_learned()).await
+    }
+
+    /// Takes over what was learned before.
+    ///
+    /// # Errors
+    /// [`Error::ShuttingDown`].
+    pub async fn restore_learned(&self, learned: KeptLearned) -> Result<(), Error> {
+        self.call(move |core, _| core.restore_learned(learned)).await
     }
 
     /// Releases a latent. A job that leases it keeps it until the job has ended. False: there was none, or it had expired.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use gpu::CardDescription;
 use residency::{Bytes, Component, ComponentId, Ledger, Millis, Move, Part, StageSeconds, WaitCause};
+use serde::{Deserialize, Serialize};
 
 use super::claims::Reserver;
 use crate::error::{Error, Fallback, Shortfall};
@@ -15,7 +16,7 @@ use crate::job_state::JobState;
 use crate::moved::{Freed, Kept};
 
 /// A job as lists show it.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct JobInfo {
     /// Id of the job.
     pub id: JobId,

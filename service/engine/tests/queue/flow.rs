@@ -639,7 +639,7 @@ async fn what_belongs_to_an_account_is_not_there_for_another() {
     assert!(matches!(cancelled, Err(Error::JobNotFound(_))));
     let second = queue.submit(own.clone()).await.unwrap_err();
     assert!(
-        matches!(second, Error::TokenLimit { limit: "jobs", .. }),
+        matches!(&second, Error::TokenLimit { limit, .. } if limit == "jobs"),
         "{second}"
     );
     own.options.account = "bob".to_owned();

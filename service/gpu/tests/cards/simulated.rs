@@ -321,7 +321,7 @@ fn scratch_is_measured_kept_and_trimmed() {
 
 #[test]
 fn scratch_of_no_bytes_holds_no_range() {
-    let b = bench("1GiB,slack=keep,remaps=no");
+    let mut b = bench("1GiB,slack=keep,remaps=no");
     let empty = b.card.use_scratch(Bytes::ZERO).unwrap();
     let used = b.card.use_scratch(Bytes::mib(1)).unwrap();
     drop(empty);

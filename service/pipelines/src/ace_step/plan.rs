@@ -207,7 +207,7 @@ impl AceStepModel {
         let prompt = self.tokenizer.left_out_of_text(&text, most);
         let sung = self.tokenizer.left_out_of_text(&lyrics(audio), MAX_LYRIC_TOKENS);
         let sung = sung.ok().filter(|tokens| *tokens > 0).map(|tokens| LeftOut {
-            field: "lyrics",
+            field: "lyrics".into(),
             tokens,
             limit: MAX_LYRIC_TOKENS,
             set_by: None,

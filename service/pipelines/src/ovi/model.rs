@@ -261,7 +261,10 @@ impl Model for OviModel {
         let told = |field: &'static str, texts: &[String]| {
             let tokens = texts.iter().filter_map(tokens).sum();
             let left_out = LeftOut::of_prompt(Some(tokens), request)?;
-            Some(LeftOut { field, ..left_out })
+            Some(LeftOut {
+                field: field.into(),
+                ..left_out
+            })
         };
         let of_prompt = told("prompt", std::slice::from_ref(&texts.prompt));
         let of_negative = texts

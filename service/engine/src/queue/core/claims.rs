@@ -14,7 +14,7 @@ use crate::library::Entry;
 use crate::messages::{Answer, Command};
 use crate::moved::{Freed, Reserved};
 use crate::queue::cards::{PendingRequest, ReservationRequest};
-use crate::queue::claims::Holding;
+use crate::queue::claims::{Holding, KeptClaims, KeptHold, KeptReservation};
 use crate::queue::request::{OpenModels, Reply};
 
 impl Core {
@@ -75,6 +75,29 @@ impl Core {
         let released = self.claims.release_reservation(id);
         self.claims_changed(now);
         released
+    }
+
+    /// All claims, to keep them over a restart.
+    pub(in crate::queue) fn kept_claims(&self, now: Instant) -> KeptClaims {
+        let cards: Vec<&str> = self.cards.iter().map(|card| &*card.description.id).collect();
+        self.claims.kept(&cards, now)
+    }
+
+    pub(in crate::queue) fn restore_hold(&mut self, hold: KeptHold, models: &OpenModels, now: Instant) {
+        let models = self.refreshed(&hold.entry, models);
+        self.claims.learn(&hold.entry, &models, now);
+        self.claims.restore_hold(hold, now);
+        self.claims_changed(now);
+    }
+
+    pub(in crate::queue) fn restore_reservations(&mut self, kept: Vec<KeptReservation>, now: Instant) {
+        for reservation in kept {
+            let mut cards = self.cards.iter();
+            if let Some(card) = cards.position(|card| card.description.id == reservation.card) {
+                self.claims.restore_reservation(card, reservation, now);
+            }
+        }
+        self.claims_changed(now);
     }
 
     /// Sends the changed claims to the workers.

@@ -1,5 +1,6 @@
 //! Jobs are recorded, joined, listed, cancelled and left here.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -29,6 +30,52 @@ use crate::queue::swap::Swap;
 const RETRY_JOBS: Duration = Duration::from_secs(2);
 
 impl Core {
+    /// As [`Core::submit`]. A job that is detached by this submission gets a second listener, for who keeps its results: it hears what
+    /// the first one does.
+    pub(in crate::queue) fn submit_kept(
+        &mut self,
+        submission: Submission,
+        now: Instant,
+    ) -> Result<(Joined, Option<Joined>), Error> {
+        let spec = submission.spec.clone();
+        let key = &spec.options.idempotency_key;
+        let was_detached = self
+            .live_by_key(&spec.options)
+            .and_then(|id| self.jobs.get(&id))
+            .is_some_and(|job| job.detached);
+        let own = self.submit(submission, now)?;
+        let keeper = match self.jobs.get(&own.id).is_some_and(|job| job.detached) && !was_detached {
+            true if own.joined && !key.is_empty() => Some(self.join_live(&own.id.clone(), &spec, now)?),
+            true => self.listen_to(&own.id.clone(), &Reach::All).ok(),
+            false => None,
+        };
+        Ok((own, keeper))
+    }
+
+    /// Adds a listener to a job in the queue. It hears nothing of what was before.
+    pub(in crate::queue) fn listen_to(&mut self, id: &str, reach: &Reach) -> Result<Joined, Error> {
+        let listener = self.number();
+        let account = self.jobs.get(id).map(|job| job.options.account.clone());
+        let mailbox = self.mailbox(&account.unwrap_or_default());
+        let job = self
+            .jobs
+            .get_mut(id)
+            .filter(|job| reach.has(&job.options.account));
+        let job = job.ok_or_else(|| Error::JobNotFound(id.to_owned()))?;
+        Ok(listen(job, listener, mailbox, true))
+    }
+
+    /// The job in the queue that has the key of these options.
+    fn live_by_key(&self, options: &JobOptions) -> Option<JobId> {
+        let is_it = |other: &JobOptions| {
+            !options.idempotency_key.is_empty()
+                && other.idempotency_key == options.idempotency_key
+                && other.account == options.account
+        };
+        let live = self.jobs.values().find(|job| is_it(&job.options));
+        live.map(|job| job.id.clone())
+    }
+
     pub(in crate::queue) fn submit(&mut self, submission: Submission, now: Instant) -> Result<Joined, Error> {
         if self.drain.is_some() {
             return Err(Error::ShuttingDown);
@@ -36,17 +83,17 @@ impl Core {
         let JobOptions {
             idempotency_key: key,
             account,
+            id,
             ..
         } = &submission.spec.options;
-        if !key.is_empty() {
-            let is_it = |options: &JobOptions| options.idempotency_key == *key && options.account == *account;
-            let live = self.jobs.values().find(|job| is_it(&job.options));
-            if let Some(id) = live.map(|job| job.id.clone()) {
-                return self.join_live(&id, &submission.spec, now);
-            }
-            if self.ended.by_key(account, key).is_some() {
-                return self.join_ended(&submission.spec);
-            }
+        if let Some(id) = self.live_by_key(&submission.spec.options) {
+            return self.join_live(&id, &submission.spec, now);
+        }
+        if !key.is_empty() && self.ended.by_key(account, key).is_some() {
+            return self.join_ended(&submission.spec);
+        }
+        if id.as_ref().is_some_and(|id| self.jobs.contains_key(id)) {
+            return Err(Error::Internal("a job was submitted twice".to_owned()));
         }
         self.check_places(&submission.spec.options)?;
         if matches!(&submission.spec.work, JobWork::Run(run) if run.request.lacks_media_data()) {
@@ -141,7 +188,7 @@ impl Core {
         let has_place = places.check(self.jobs.len() as u64, of_address as u64, 1);
         if let Some(most) = options.most_jobs.filter(|most| of_address as u64 >= *most) {
             return Err(Error::TokenLimit {
-                limit: "jobs",
+                limit: "jobs".into(),
                 problem: format!(
                     "the {address} has {of_address} jobs in the queue, and may have {most}: wait until one has ended, or cancel one"
                 ),
@@ -223,7 +270,7 @@ impl Core {
                     if start.role == Role::Decode {
                         report
                             .approximations
-                            .extend(info.approximation.map(str::to_owned));
+                            .extend(info.approximation.map(Cow::into_owned));
                     }
                     named_as_decoded(values, &plans)
                 }
@@ -241,7 +288,7 @@ impl Core {
             false => Replay::within(self.settings.replay),
         };
         let mut job = JobRecord {
-            id: format!("job-{}", &uuid::Uuid::new_v4().simple().to_string()[..16]).into(),
+            id: options.id.clone().unwrap_or_else(new_id),
             arrival,
             detached: options.detach,
             steps: JobSteps::default(),
@@ -473,6 +520,10 @@ impl Core {
         let ended = self.ended.infos().filter(|_| include_ended).cloned();
         self.view(now).infos().into_iter().chain(ended).collect()
     }
+}
+
+fn new_id() -> JobId {
+    format!("job-{}", &uuid::Uuid::new_v4().simple().to_string()[..16]).into()
 }
 
 /// Adds a listener to a job.

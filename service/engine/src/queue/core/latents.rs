@@ -5,7 +5,8 @@ use tokio::time::Instant;
 
 use super::Core;
 use crate::error::Error;
-use crate::job::{Latent, LatentInfo, Reach};
+use crate::job::{JobId, Latent, LatentInfo, Reach};
+use crate::queue::latents::Maker;
 
 impl Core {
     /// A latent with its tensors. This renews its time to live.
@@ -28,6 +29,22 @@ impl Core {
     ) -> Result<LatentInfo, Error> {
         self.dirty = true;
         self.latents.put(values, decoder_id, account, now)
+    }
+
+    /// Puts a latent back that was in the store before.
+    pub(in crate::queue) fn restore_latent(
+        &mut self,
+        latent: Latent,
+        account: String,
+        made_by: JobId,
+        now: Instant,
+    ) -> Result<(), Error> {
+        self.dirty = true;
+        let maker = Maker {
+            job: made_by,
+            account,
+        };
+        self.latents.restore(latent, maker, now)
     }
 
     /// False: there was none, or it had expired.

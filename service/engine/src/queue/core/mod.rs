@@ -25,7 +25,7 @@ use super::cards::{CardRecord, ToWorker};
 use super::claims::Claims;
 use super::ended::Ended;
 use super::latents::Latents;
-use super::learned::Learned;
+use super::learned::{KeptLearned, Learned};
 use super::listener::Unread;
 use super::memos::Memos;
 use super::record::{JobRecord, State};
@@ -254,6 +254,18 @@ impl Core {
         });
         drain.deadline = drain.deadline.min(deadline);
         drain.replies.push(reply);
+    }
+
+    /// What was learned, to keep it over a restart.
+    pub(super) fn kept_learned(&self) -> KeptLearned {
+        let cards: Vec<&str> = self.cards.iter().map(|card| &*card.description.id).collect();
+        self.learned.kept(&cards)
+    }
+
+    /// Takes over what was learned before a restart.
+    pub(super) fn restore_learned(&mut self, kept: KeptLearned) {
+        let cards: Vec<&str> = self.cards.iter().map(|card| &*card.description.id).collect();
+        self.learned.restore(kept, &cards);
     }
 
     /// Numbers of all kept objects, by kind. For tests.
