@@ -18,7 +18,7 @@ use crate::bounds::Bounds;
 use crate::budget::{Budget, Taken};
 use crate::caller::{AskedOptions, Caller};
 use crate::choose::Chosen;
-use crate::chunks::{Encoding, Output};
+use crate::chunks::{AsFile, Encoding, Output};
 use crate::encodings::Encodings;
 use crate::entries::Entries;
 use crate::errors::invalid;
@@ -184,6 +184,7 @@ impl Generation {
         };
         let (entries, id) = (self.entries.clone(), spec.entry.id.clone());
         let instead = move || entries.fitting_instead(makes?, &id);
+        let as_file = makes.map_or(AsFile::No, |makes| output.encoding.as_file_of(makes));
         let job = self.submit(spec, caller).await?;
         for left_out in &output.left_out {
             tracing::warn!(job = %job.id, "{left_out}");
@@ -192,7 +193,7 @@ impl Generation {
             encodings: self.encodings.clone(),
             client: caller.client(),
         };
-        Ok(started(job, model, output, encoder, instead))
+        Ok(started(job, model, output, as_file, encoder, instead))
     }
 
     /// Puts a job into the queue, if its caller's token may have it. Every job of a caller comes by here.
