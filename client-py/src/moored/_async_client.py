@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import grpc
 
 from . import _requests as requests
-from ._async_calls import AsyncConnection, pause
+from ._async_calls import AsyncCall, AsyncConnection, pause
 from ._async_claims import AsyncHold, AsyncReservedMemory
 from ._async_sessions import AsyncAudioSession
-from ._async_streams import AsyncEventStream, AsyncPullStream, AsyncStatusStream
+from ._async_streams import AsyncEventStream, AsyncPullStream, AsyncRetries, AsyncStatusStream
 from ._bounds import Bounds
 from ._channel import QUICK_S, RETRY_S, Line, client_id_of
 from ._errors import MooredError, error_of, not_ready
@@ -98,6 +98,7 @@ class AsyncClient:
         fingerprint: str | None = None,
         certificate: str | os.PathLike[str] | None = None,
         certificate_key: str | os.PathLike[str] | None = None,
+        retry_s: float = 0.0,
     ) -> None:
         """Connects when first used.
 
@@ -116,6 +117,8 @@ class AsyncClient:
             until the certificate has been looked at, for 10 s at most.
         certificate, certificate_key: PEM files of this client's own, for a service that asks for a
             certificate; default: MOORED_CERTIFICATE, MOORED_CERTIFICATE_KEY.
+        retry_s: seconds for which a job that is refused for now (a full queue, a limit) is asked
+            for again, each time after as long as the service says; default: it is not.
         """
         line = Line(
             endpoint,
@@ -130,6 +133,7 @@ class AsyncClient:
         self.endpoint = line.endpoint
         self.client_id = client_id_of(client_id)
         self._metadata = line.metadata
+        self._retry_s = retry_s
         self._connection = AsyncConnection(line)
 
     # Pictures, films, tracks.
@@ -888,5 +892,8 @@ class AsyncClient:
     def _events(
         self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]
     ) -> AsyncEventStream[R]:
-        call = self._connection.stream(method, request, timeout)
-        return AsyncEventStream(call, self.endpoint, finish, Bounds.of(request))
+        def call(timeout: float | None) -> AsyncCall:
+            return self._connection.stream(method, request, timeout)
+
+        retries = AsyncRetries(call, timeout, self._retry_s)
+        return AsyncEventStream(call(timeout), self.endpoint, finish, Bounds.of(request), retries)
