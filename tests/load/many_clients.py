@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ import moored
 from bench_service import machine, write_table
 from checks import Flatness, after_warm_up, flatness
 from measures import process_sample
+from processes import children_of
 from report import Report
 from served import Served
 from visitors import FILM, PICTURE, TRACK, Seen, visitors
@@ -37,6 +39,8 @@ SHORT_S = 120.0
 # Milliseconds of a step of the card, and steps of a job.
 MODELS = {PICTURE: ("small", 6, 4), FILM: ("video", 5, 4), TRACK: ("track", 5, 4)}
 SAMPLES = 120
+# So many clients leave the processors little time for a worker: it is not taken for hung.
+PATIENT = ("queue.stall_floor=60s", "queue.stall_limit=120s", "queue.cancel_limit=60s")
 READY_S, END_S = 60.0, 300.0
 MIB = 2**20
 SHARE_PERCENT = 10.0
@@ -80,10 +84,15 @@ class Memory:
         default_factory=lambda: {"supervisor": [], "worker": []}
     )
 
-    def sample(self, at_s: float, supervisor: int, worker: int) -> None:
+    workers: set[int] = field(default_factory=set)
+
+    def sample(self, at_s: float, supervisor: int) -> None:
         """Reads both."""
-        for name, pid in (("supervisor", supervisor), ("worker", worker)):
-            self.points[name].append((at_s, process_sample(pid).rss_bytes))
+        self.points["supervisor"].append((at_s, process_sample(supervisor).rss_bytes))
+        for worker in children_of(supervisor):
+            with suppress(OSError):  # it has ended just now
+                self.points["worker"].append((at_s, process_sample(worker).rss_bytes))
+                self.workers.add(worker)
 
     def flatness(self, name: str, whole_s: float) -> Flatness | None:
         """How one of them went after the warm-up."""
@@ -107,19 +116,18 @@ def commit() -> str:
 async def load(settings: argparse.Namespace, served: Served, memory: Memory) -> tuple[Seen, float]:
     """All clients for as long as was asked for; what they have seen, and how long that was."""
     seen, over = Seen(), asyncio.Event()
-    async with moored.AsyncClient(served.address, client_id="load") as client:
-        worker = (await client.status()).cards[0].worker_pid
     tasks = [
         asyncio.ensure_future(acting)
         for acting in visitors(settings.clients, served.address, settings.seed, over, seen)
     ]
     began, every = time.monotonic(), settings.seconds / SAMPLES
     while (at := time.monotonic() - began) < settings.seconds:
-        memory.sample(at, served.process.pid, worker)
-        if len(memory.points["worker"]) % 10 == 1:
+        memory.sample(at, served.process.pid)
+        if len(memory.points["supervisor"]) % 10 == 1:
             told = (
                 f"{seen.done.total()} jobs, {dict(seen.limits)}, {len(seen.unexpected)} unexpected"
             )
+            told += f" (the first: {seen.unexpected[0]})" if seen.unexpected else ""
             last = memory.points["supervisor"][-1][1] / MIB
             print(f"{at:6.0f} s  supervisor {last:.1f} MiB, {told}", flush=True)
         await asyncio.sleep(min(every, settings.seconds - at))
@@ -229,7 +237,11 @@ def main(words: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="moored-load-") as folder:
         work, memory = Path(folder), Memory()
         served = Served(
-            settings.binary.resolve(), settings.device, [make_models(work / "models")], work
+            settings.binary.resolve(),
+            settings.device,
+            [make_models(work / "models")],
+            work,
+            PATIENT,
         )
         try:
             with moored.Client(served.address, client_id="load") as client:
@@ -241,6 +253,9 @@ def main(words: list[str] | None = None) -> int:
             exit_code = served.stop()
         report = report_of(settings, card, seen, memory, seconds)
     report.add("what is left behind", len(left), "things", 0, reasons=left)
+    warned = [line for line in served.warnings if "worker" in line]
+    ended = max(0, len(memory.workers) - 1)
+    report.add("workers that ended", ended, "workers", 0, reasons=warned)
     bad = [*served.panics, *served.errors]
     report.add("panics and errors in the log", len(bad), "lines", 0, reasons=bad)
     report.add("exit code of the service", abs(exit_code), "", 0)

@@ -168,7 +168,7 @@ async def session(v: Visitor) -> None:
 
 async def slow_reader(v: Visitor) -> None:
     """Reads frames more slowly than they come."""
-    stream = v.film(width=256, height=256, output="raw")
+    stream = v.film(width=128, height=128, output="raw")
     await v.follow(stream, "films read slowly", pause_s=v.chance.uniform(0.05, 0.5))
 
 
@@ -206,7 +206,10 @@ async def greedy(v: Visitor) -> None:
 
 async def uploader(v: Visitor) -> None:
     """Sends large pictures to start from."""
-    await v.follow(v.picture(init_image=LARGE_PNG, strength=0.5), "pictures of large pictures")
+    small = {"width": 64, "height": 64}
+    await v.follow(
+        v.picture(init_image=LARGE_PNG, strength=0.5, **small), "pictures of large pictures"
+    )
 
 
 def _large_png() -> bytes:
