@@ -120,7 +120,7 @@ class Service:
         with self._logged:
             assert self._logged.wait_for(so, LOG_TIMEOUT_S), "".join(self.log)
 
-    def client(self, **options: str) -> moored.Client:
+    def client(self, **options: Any) -> moored.Client:
         """A client of this service, once a card is ready."""
         client = moored.Client(self.address, **options)
         client.wait_until_ready(START_TIMEOUT_S)

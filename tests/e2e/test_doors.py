@@ -21,8 +21,8 @@ EMPTY_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 LIST_SERVICES = b"\x3a\x00"
 """A request of reflection: `list_services` of any host."""
 SILENT = 70
-NEWCOMERS = 16
-"""Connections without a call that are open at a time: a quarter of `limits.connections`, 64."""
+NEWCOMERS = 32
+"""Connections without a call that are open at a time: half of `limits.connections`, 64."""
 
 
 @pytest.fixture

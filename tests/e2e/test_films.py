@@ -132,6 +132,26 @@ def test_sizes_that_mp4_cannot_hold_are_refused_at_once(simulate: Simulate) -> N
         assert_at_rest(client)
 
 
+def test_a_film_that_is_decoded_faster_than_it_is_encoded_comes_whole(simulate: Simulate) -> None:
+    """Its 636 MiB of pixels are more than a client may leave unread, and more than wait for the encoder."""
+    service = simulate()
+    with service.client() as client:
+        before = peak_bytes(service)
+        film = client.generate_video(
+            "a wave", model="video", width=960, height=960, frames=241, seed=7, output="mp4"
+        )
+        with av.open(io.BytesIO(film.mp4)) as file:
+            assert file.streams.video[0].frames == 241
+        assert peak_bytes(service) - before < 450 * 2**20
+        assert_at_rest(client)
+
+
+def peak_bytes(service: Service) -> int:
+    """The most memory that the service's process has had."""
+    status = Path(f"/proc/{service.process.pid}/status").read_text(encoding="utf-8")
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+
+
 def test_an_abandoned_film_leaves_no_memory_in_use(simulate: Simulate, tmp_path: Path) -> None:
     with simulate(arguments=slow_decoders(tmp_path, 1000)).client() as client:
 

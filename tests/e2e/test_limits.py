@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import grpc
 import moored
@@ -118,6 +119,49 @@ def test_connections_without_a_handshake_are_closed(simulate: Simulate) -> None:
             silent.sendall(said)
             while silent.recv(1000):  # the service's own settings come first
                 pass
+
+
+def test_an_old_connection_is_replaced_and_its_calls_go_on(simulate: Simulate) -> None:
+    service = simulate(arguments=("--set", "limits.connection_age=1s"))
+    connection = Http2(service.address)
+    connection.wait_for(lambda: (GOAWAY, 0) in connection.frames)
+    with service.client() as client:
+        # It takes longer than its connection may get old. Calls beside it come by newer ones.
+        with client.stream_image("slow", model="slow", steps=50) as stream:
+            for event in stream:
+                if isinstance(event, moored.Step):
+                    client.status()
+            assert len(stream.pictures) == 1
+
+
+def test_a_client_that_retries_waits_as_long_as_it_is_told(
+    simulate: Simulate, tmp_path: Path
+) -> None:
+    service = simulate(arguments=("--set", "queue.max_jobs=1"))
+    options: dict[str, Any] = {"model": "slow", "seed": 1, "width": 64, "height": 64}
+    with service.client() as first, first.stream_image("slow", steps=60, **options) as stream:
+        next(stream)
+        with service.client() as other, pytest.raises(moored.QueueFull) as refused:
+            other.generate_image("at once", steps=1, **options)
+        assert refused.value.retry_after_s
+        with service.client(retry_s=60.0) as patient:
+            began = time.monotonic()
+            assert patient.generate_image("in time", steps=1, **options).pictures
+            assert time.monotonic() - began >= refused.value.retry_after_s
+    with service.client() as first, first.stream_image("slow", steps=60, **options) as stream:
+        next(stream)
+        asked = ("generate", "a boat", "-m", "small", "-o", str(tmp_path / "boat.png"))
+        assert "queue" in service.run(*asked).stderr
+        done = service.run(*asked, "--retry", "1m")
+        assert (done.returncode, (tmp_path / "boat.png").is_file()) == (0, True), done.stderr
+        assert "asking again in 2s" in done.stderr
+        with (
+            service.client(retry_s=60.0) as hurried,
+            hurried.stream_image("slow", steps=60, **options),
+            service.client(retry_s=60.0) as other,
+            pytest.raises(moored.QueueFull),
+        ):
+            other.generate_image("in no time", steps=1, timeout=1.0, **options)
 
 
 def test_without_file_descriptors_the_service_waits_and_logs_it_once(simulate: Simulate) -> None:

@@ -37,8 +37,15 @@ class Served(Service):
     START_S = 90.0
     STOP_S = 45.0
 
-    def __init__(self, binary: Path, device: str, models: Sequence[Path], work: Path) -> None:
-        """Starts it and waits until it listens."""
+    def __init__(
+        self,
+        binary: Path,
+        device: str,
+        models: Sequence[Path],
+        work: Path,
+        settings: Sequence[str] = (),
+    ) -> None:
+        """Starts it and waits until it listens; with these settings beside those of a soak."""
         self.accepted: Counter[str] = Counter()
         self.ended: Counter[str] = Counter()
         self.states: dict[str, str] = {}
@@ -49,7 +56,9 @@ class Served(Service):
         stall_s = STALL_ON_CARD_S if device.startswith("cuda") else STALL_S
         limits = (f"queue.stall_limit={stall_s}s", f"queue.cancel_limit={stall_s}s")
         arguments = [word for folder in models for word in ("--models", str(folder))]
-        arguments += [word for setting in (*SETTINGS, *limits) for word in ("--set", setting)]
+        arguments += [
+            word for setting in (*SETTINGS, *limits, *settings) for word in ("--set", setting)
+        ]
         super().__init__(*arguments, state=work / "state", devices=(device,), binary=binary)
 
     def _heed(self, line: str) -> None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import grpc
 
 from . import _requests as requests
-from ._async_calls import AsyncConnection, pause
+from ._async_calls import AsyncCall, AsyncConnection, pause
 from ._async_claims import AsyncHold, AsyncReservedMemory
 from ._async_sessions import AsyncAudioSession
-from ._async_streams import AsyncEventStream, AsyncPullStream, AsyncStatusStream
+from ._async_streams import AsyncEventStream, AsyncPullStream, AsyncRetries, AsyncStatusStream
 from ._bounds import Bounds
 from ._channel import QUICK_S, RETRY_S, Line, client_id_of
 from ._errors import MooredError, error_of, not_ready
@@ -99,6 +99,7 @@ class AsyncClient:
         fingerprint: str | None = None,
         certificate: str | os.PathLike[str] | None = None,
         certificate_key: str | os.PathLike[str] | None = None,
+        retry_s: float = 0.0,
     ) -> None:
         """Connects when first used.
 
@@ -117,6 +118,8 @@ class AsyncClient:
             until the certificate has been looked at, for 10 s at most.
         certificate, certificate_key: PEM files of this client's own, for a service that asks for a
             certificate; default: MOORED_CERTIFICATE, MOORED_CERTIFICATE_KEY.
+        retry_s: seconds for which a job that is refused for now (a full queue, a limit) is asked
+            for again, each time after as long as the service says; default: it is not.
         """
         line = Line(
             endpoint,
@@ -131,6 +134,7 @@ class AsyncClient:
         self.endpoint = line.endpoint
         self.client_id = client_id_of(client_id)
         self._metadata = line.metadata
+        self._retry_s = retry_s
         self._connection = AsyncConnection(line)
 
     # Pictures, films, tracks.
@@ -800,7 +804,7 @@ class AsyncClient:
         """The same as an iterator of events, with its progress from now on. Leaving leaves the job."""
         request = message_of(jobs_pb2.FetchJobRequest, job_id=job_id)
         call = self._connection.stream(self._stubs.jobs.Fetch, request, timeout)
-        return AsyncEventStream(call, self.endpoint, fetched_result, Bounds.unknown(), True)
+        return AsyncEventStream(call, self.endpoint, fetched_result, Bounds.unknown(), None, True)
 
     async def cancel(
         self, job_id: str, *, release_latents: bool = False, timeout: float | None = QUICK_S
@@ -908,6 +912,11 @@ class AsyncClient:
     def _events(
         self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]
     ) -> AsyncEventStream[R]:
-        call = self._connection.stream(method, request, timeout)
+        def call(timeout: float | None) -> AsyncCall:
+            return self._connection.stream(method, request, timeout)
+
+        retries = AsyncRetries(call, timeout, self._retry_s)
         is_detached = bool(request.options.detach)
-        return AsyncEventStream(call, self.endpoint, finish, Bounds.of(request), is_detached)
+        return AsyncEventStream(
+            call(timeout), self.endpoint, finish, Bounds.of(request), retries, is_detached
+        )

@@ -8,12 +8,13 @@ Leaving one early ends the call, and with it the job: by `close()`, by `async wi
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Generic, TypeVar
 
 import grpc
 
-from ._async_calls import AsyncCall
+from ._async_calls import AsyncCall, pause
 from ._bounds import Bounds
 from ._channel import Dropped, Process
 from ._errors import Cancelled, InternalError, MooredError, error_of
@@ -50,6 +51,10 @@ class AsyncStream(Generic[T]):
     def _cancelled(self) -> MooredError:
         return Cancelled("The stream was closed before the job ended")
 
+    async def _begin_again(self, error: grpc.RpcError) -> bool:
+        """Calls again after a refusal, where that is wanted."""
+        return False
+
     def _end(self) -> None:
         self._ended = True
         if self._process.is_this:  # else it is the parent's, and goes on there
@@ -72,6 +77,8 @@ class AsyncStream(Generic[T]):
                 self._ended = True
                 raise self._cancelled() from None
             except grpc.RpcError as error:
+                if not self._begun and await self._begin_again(error):
+                    continue
                 self._ended = True
                 raise self._error(error) from None
             except BaseException:
@@ -101,6 +108,26 @@ class AsyncStream(Generic[T]):
                 self._end()
 
 
+class AsyncRetries:
+    """Calls again, for so many seconds from now on."""
+
+    def __init__(
+        self, call: Callable[[float | None], AsyncCall], timeout: float | None, retry_s: float
+    ) -> None:
+        self._call = call
+        self._began = time.monotonic()
+        self._timeout = timeout
+        self._retry_s = retry_s
+
+    async def call_after(self, seconds: float) -> AsyncCall | None:
+        """The call, after so many seconds; None where that is too late."""
+        passed = time.monotonic() - self._began + seconds
+        if passed > self._retry_s or (self._timeout is not None and passed >= self._timeout):
+            return None
+        await pause(seconds)
+        return self._call(None if self._timeout is None else self._timeout - passed)
+
+
 class AsyncEventStream(AsyncStream[Event], Generic[R]):
     """The events of a job. `await result()` is what the plain call would have returned."""
 
@@ -110,9 +137,11 @@ class AsyncEventStream(AsyncStream[Event], Generic[R]):
         endpoint: str,
         finish: Callable[[Gathered], R],
         bounds: Bounds,
+        retries: AsyncRetries | None = None,
         is_detached: bool = False,
     ) -> None:
         super().__init__(call, endpoint)
+        self._retries = retries
         self._is_detached = is_detached
         self._gathered = Gathered(bounds)
         self._finish = finish
@@ -123,6 +152,18 @@ class AsyncEventStream(AsyncStream[Event], Generic[R]):
         if event is not None:
             self._gathered.add(event)
         return event
+
+    async def _begin_again(self, error: grpc.RpcError) -> bool:
+        seconds = error_of(error, self._endpoint).retry_after_s
+        if self._retries is None or seconds is None:
+            return False
+        call = await self._retries.call_after(seconds)
+        if call is None:
+            return False
+        self._call = call
+        if self._ended:  # it was closed meanwhile
+            call.drop()
+        return True
 
     def _error(self, error: grpc.RpcError) -> MooredError:
         return self._gathered.failed(super()._error(error))

@@ -12,7 +12,7 @@ import grpc
 
 from . import _requests as requests
 from ._bounds import Bounds
-from ._calls import Connection, pause
+from ._calls import Call, Connection, pause
 from ._channel import QUICK_S, RETRY_S, Line, client_id_of
 from ._claims import Hold, ReservedMemory
 from ._errors import MooredError, error_of, not_ready
@@ -63,7 +63,7 @@ from ._results import (
     video_result,
 )
 from ._sessions import AudioSession
-from ._streams import EventStream, PullStream, StatusStream
+from ._streams import EventStream, PullStream, Retries, StatusStream
 from ._stubs import Stubs
 from ._uploads import MediaInput, SourceInput, upload_of
 
@@ -99,6 +99,7 @@ class Client:
         fingerprint: str | None = None,
         certificate: str | os.PathLike[str] | None = None,
         certificate_key: str | os.PathLike[str] | None = None,
+        retry_s: float = 0.0,
     ) -> None:
         """Connects when first used.
 
@@ -117,6 +118,8 @@ class Client:
             until the certificate has been looked at, for 10 s at most.
         certificate, certificate_key: PEM files of this client's own, for a service that asks for a
             certificate; default: MOORED_CERTIFICATE, MOORED_CERTIFICATE_KEY.
+        retry_s: seconds for which a job that is refused for now (a full queue, a limit) is asked
+            for again, each time after as long as the service says; default: it is not.
         """
         line = Line(
             endpoint,
@@ -131,6 +134,7 @@ class Client:
         self.endpoint = line.endpoint
         self.client_id = client_id_of(client_id)
         self._metadata = line.metadata
+        self._retry_s = retry_s
         self._connection = Connection(line)
 
     # Pictures, films, tracks.
@@ -790,7 +794,7 @@ class Client:
         """The same as an iterator of events, with its progress from now on. Leaving leaves the job."""
         request = message_of(jobs_pb2.FetchJobRequest, job_id=job_id)
         call = self._connection.stream(self._stubs.jobs.Fetch, request, timeout)
-        return EventStream(call, self.endpoint, fetched_result, Bounds.unknown(), True)
+        return EventStream(call, self.endpoint, fetched_result, Bounds.unknown(), None, True)
 
     def cancel(
         self, job_id: str, *, release_latents: bool = False, timeout: float | None = QUICK_S
@@ -894,6 +898,11 @@ class Client:
     def _events(
         self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]
     ) -> EventStream[R]:
-        call = self._connection.stream(method, request, timeout)
+        def call(timeout: float | None) -> Call:
+            return self._connection.stream(method, request, timeout)
+
+        retries = Retries(call, timeout, self._retry_s)
         is_detached = bool(request.options.detach)
-        return EventStream(call, self.endpoint, finish, Bounds.of(request), is_detached)
+        return EventStream(
+            call(timeout), self.endpoint, finish, Bounds.of(request), retries, is_detached
+        )

@@ -9,13 +9,14 @@ Leaving one early ends the call, and with it the job: by `close()`, by `with`, b
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 import grpc
 
 from ._bounds import Bounds
-from ._calls import Call
+from ._calls import Call, pause
 from ._channel import Dropped, Process
 from ._errors import Cancelled, InternalError, MooredError, error_of
 from ._events import Event, event_of
@@ -51,6 +52,10 @@ class Stream(Generic[T]):
     def _cancelled(self) -> MooredError:
         return Cancelled("The stream was closed before the job ended")
 
+    def _begin_again(self, error: grpc.RpcError) -> bool:
+        """Calls again after a refusal, where that is wanted."""
+        return False
+
     def _end(self) -> None:
         self._ended = True
         if self._process.is_this:  # else it is the parent's, and goes on there
@@ -73,6 +78,8 @@ class Stream(Generic[T]):
                 self._ended = True
                 raise self._cancelled() from None
             except grpc.RpcError as error:
+                if not self._begun and self._begin_again(error):
+                    continue
                 self._ended = True
                 raise self._error(error) from None
             except BaseException:
@@ -100,6 +107,26 @@ class Stream(Generic[T]):
                 self._end()
 
 
+class Retries:
+    """Calls again, for so many seconds from now on."""
+
+    def __init__(
+        self, call: Callable[[float | None], Call], timeout: float | None, retry_s: float
+    ) -> None:
+        self._call = call
+        self._began = time.monotonic()
+        self._timeout = timeout
+        self._retry_s = retry_s
+
+    def call_after(self, seconds: float) -> Call | None:
+        """The call, after so many seconds; None where that is too late."""
+        passed = time.monotonic() - self._began + seconds
+        if passed > self._retry_s or (self._timeout is not None and passed >= self._timeout):
+            return None
+        pause(seconds)
+        return self._call(None if self._timeout is None else self._timeout - passed)
+
+
 class EventStream(Stream[Event], Generic[R]):
     """The events of a job. `result()` is what the plain call would have returned."""
 
@@ -109,9 +136,11 @@ class EventStream(Stream[Event], Generic[R]):
         endpoint: str,
         finish: Callable[[Gathered], R],
         bounds: Bounds,
+        retries: Retries | None = None,
         is_detached: bool = False,
     ) -> None:
         super().__init__(call, endpoint)
+        self._retries = retries
         self._is_detached = is_detached
         self._gathered = Gathered(bounds)
         self._finish = finish
@@ -122,6 +151,18 @@ class EventStream(Stream[Event], Generic[R]):
         if event is not None:
             self._gathered.add(event)
         return event
+
+    def _begin_again(self, error: grpc.RpcError) -> bool:
+        seconds = error_of(error, self._endpoint).retry_after_s
+        if self._retries is None or seconds is None:
+            return False
+        call = self._retries.call_after(seconds)
+        if call is None:
+            return False
+        self._call = call
+        if self._ended:  # it was closed meanwhile
+            call.drop()
+        return True
 
     def _error(self, error: grpc.RpcError) -> MooredError:
         return self._gathered.failed(super()._error(error))

@@ -5,7 +5,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use engine::job::JobWork;
 use gpu::Timeline;
+use hub::catalogue::Makes;
 use media::tracks::{TrackFormat, wav_header};
 use media::{EncodedFile, FilePosition, Recipe, pictures};
 use model::{LeftOut, MediaFormat, Piece, SOUND_OF_FILM};
@@ -61,7 +63,7 @@ pub enum Encoding {
 }
 
 /// Whether a result is sent as one file that is made of all its pieces.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AsFile {
     No,
     Instead,
@@ -70,14 +72,11 @@ pub(crate) enum AsFile {
 }
 
 impl Encoding {
-    pub(crate) fn as_file(self, track: &str, format: &MediaFormat) -> AsFile {
-        let is_audio = matches!(format, MediaFormat::Audio { .. });
-        let is_of_film = matches!(format, MediaFormat::Video { .. }) || (is_audio && track == SOUND_OF_FILM);
-        match self {
-            Encoding::Mp4 if is_of_film => AsFile::Instead,
-            Encoding::FramesAndMp4 if is_of_film => AsFile::Beside,
-            Encoding::Flac if is_audio => AsFile::Instead,
-            Encoding::WavAndFlac if is_audio => AsFile::Beside,
+    /// Whether results of this medium are sent as files.
+    fn as_file_of(self, makes: Makes) -> AsFile {
+        match (self, makes) {
+            (Encoding::Mp4, Makes::Video) | (Encoding::Flac, Makes::Audio) => AsFile::Instead,
+            (Encoding::FramesAndMp4, Makes::Video) | (Encoding::WavAndFlac, Makes::Audio) => AsFile::Beside,
             _ => AsFile::No,
         }
     }
@@ -105,6 +104,14 @@ pub(crate) struct Output {
 }
 
 impl Output {
+    /// Whether the results of this work are sent as files that are made of many pieces.
+    pub(crate) fn as_file_of(&self, work: &JobWork) -> AsFile {
+        match work {
+            JobWork::Run(run) => self.encoding.as_file_of(Makes::of(&run.request.medium)),
+            JobWork::Load { .. } => AsFile::No,
+        }
+    }
+
     /// Output without a recipe.
     pub(crate) fn without_recipe(encoding: Encoding) -> Output {
         Output {

@@ -207,6 +207,7 @@ impl Generation {
             return self.kept.fetch(&id, &caller.reach());
         }
         let (job, keeper) = self.submit_kept(spec.clone(), caller).await?;
+        let as_file = output.as_file_of(&spec.work);
         for left_out in &output.left_out {
             tracing::warn!(job = %job.id, "{left_out}");
         }
@@ -228,7 +229,7 @@ impl Generation {
             encodings: self.encodings.clone(),
             client,
         };
-        Ok(started(job, model, output, encoder, instead))
+        Ok(started(job, model, output, as_file, encoder, instead))
     }
 
     /// Puts a job into the queue that is not kept, if its caller's token may have it.

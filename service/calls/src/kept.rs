@@ -247,12 +247,13 @@ impl Kept {
             Some(latent) => Some(self.0.queue.latent(latent).await?),
             None => None,
         };
+        let as_file = output.as_file_of(&spec.work);
         if let Err(error) = self.accept(&job.id, spec, &output, &model, start).await {
             let service = "the service, as it cannot keep the job".to_owned();
             drop(self.0.queue.discard(&job.id, service).await);
             return Err(error);
         }
-        self.keep(keeper, output, client, instead, None);
+        self.keep(keeper, (output, as_file), client, instead, None);
         Ok(job)
     }
 

@@ -34,6 +34,7 @@ mod pulls;
 mod references;
 mod request_pictures;
 mod resolved;
+mod result_files;
 mod results;
 mod runs;
 mod sessions;

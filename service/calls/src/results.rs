@@ -1,4 +1,5 @@
-//! The events of a job as its client gets them: pixels and samples are encoded on blocking threads, and sent in chunks.
+//! The events of a job as its client gets them: pixels and samples are encoded on blocking threads, and sent in chunks. Files that are
+//! made of many pieces are in `result_files.rs`.
 
 use std::collections::HashMap;
 use std::pin::Pin;
@@ -10,14 +11,14 @@ use engine::job::{JobEvent, JobEventKind, JobId};
 use engine::queue::Job;
 use futures::Stream;
 use media::pictures;
-use model::{Covered, LeftOut, MediaFormat, Piece, SOUND_OF_FILM};
+use model::{Covered, LeftOut, MediaFormat, Piece};
 
 use crate::budget::Client;
-use crate::chunks::{AsFile, Chunk, Encoding, Envelope, Output, file_chunks};
+use crate::chunks::{AsFile, Chunk, Encoding, Envelope, Output};
 use crate::encodings::Encodings;
 use crate::errors::internal;
 use crate::resolved::ResolvedModel;
-use crate::shared_files::{FileOf, SharedFile};
+use crate::result_files::{FilesInTheMaking, ResultFiles};
 use crate::threads::ENCODING;
 
 /// Something that happened to a job.
@@ -56,12 +57,21 @@ pub struct Started {
 pub type Events = Pin<Box<dyn Stream<Item = Result<Event, Error>> + Send>>;
 
 /// Chunks of one event, made as they are sent.
-type Chunks = Box<dyn Iterator<Item = Chunk> + Send>;
+pub(crate) type Chunks = Box<dyn Iterator<Item = Chunk> + Send>;
 
 /// Encodes results for one client.
+#[derive(Clone)]
 pub(crate) struct ResultEncoder {
     pub(crate) encodings: Arc<Encodings>,
     pub(crate) client: Client,
+}
+
+/// What a job's stream does next.
+enum Next {
+    Event(JobEvent),
+    /// A file is complete.
+    File(Result<Chunks, Error>),
+    End,
 }
 
 /// The events of a job until its end. Where no form of the model fits the card, `instead` names a model that does.
@@ -69,15 +79,56 @@ pub(crate) fn started(
     mut job: Job,
     model: ResolvedModel,
     output: Output,
+    as_file: AsFile,
     encoder: ResultEncoder,
     instead: impl Fn() -> Option<String> + Send + 'static,
 ) -> Started {
     let (id, left_out) = (job.id.clone(), output.left_out.clone());
-    let mut results = ResultStream::new(id.to_string(), output, encoder);
+    let mut files = (as_file != AsFile::No).then(|| {
+        let files = ResultFiles::new(id.to_string(), output.clone(), as_file, encoder.clone());
+        files.make(job.encode(as_file == AsFile::Instead))
+    });
+    let mut results = ResultStream::new(output, encoder);
     let events = async_stream::try_stream! {
-        while let Some(JobEvent { at_ms, kind }) = job.next().await {
+        let mut now_ms = 0;
+        loop {
+            // The pieces first: a file that is beside them follows them.
+            let next = tokio::select! {
+                biased;
+                event = job.next() => event.map_or(Next::End, Next::Event),
+                Some(file) = next_file(&mut files) => Next::File(file),
+            };
+            let JobEvent { at_ms, kind } = match next {
+                Next::Event(event) => event,
+                Next::File(file) => {
+                    for chunk in file? {
+                        yield Event { at_ms: now_ms, kind: EventKind::Chunk(chunk) };
+                    }
+                    continue;
+                }
+                Next::End => break,
+            };
+            now_ms = at_ms;
             match kind {
-                JobEventKind::Failed(error) => Err(with_instead(error, &instead))?,
+                JobEventKind::Failed(error) => {
+                    // What was complete before it failed is a result all the same.
+                    if !matches!(error, Error::Cancelled(_) | Error::SlowReader { .. }) {
+                        while let Some(Ok(file)) = next_file(&mut files).await {
+                            for chunk in file {
+                                yield Event { at_ms, kind: EventKind::Chunk(chunk) };
+                            }
+                        }
+                    }
+                    Err(with_instead(error, &instead))?;
+                }
+                JobEventKind::Done(report) => {
+                    while let Some(file) = next_file(&mut files).await {
+                        for chunk in file? {
+                            yield Event { at_ms, kind: EventKind::Chunk(chunk) };
+                        }
+                    }
+                    yield Event { at_ms, kind: EventKind::Job(JobEventKind::Done(report)) };
+                }
                 JobEventKind::Preview { step, item, width, height, rgb } => {
                     let encoded = ENCODING.run(move || pictures::preview_jpeg(width, height, rgb)).await;
                     let jpeg = encoded?.map_err(internal)?.into();
@@ -100,6 +151,11 @@ pub(crate) fn started(
     }
 }
 
+/// The next file of a job; `None` where there is no further one.
+async fn next_file(files: &mut Option<FilesInTheMaking>) -> Option<Result<Chunks, Error>> {
+    files.as_mut()?.next().await
+}
+
 /// The error of a job. Where no form of its model fits the card, a model that fits is added.
 fn with_instead(error: Error, instead: impl Fn() -> Option<String>) -> Error {
     match error {
@@ -111,21 +167,17 @@ fn with_instead(error: Error, instead: impl Fn() -> Option<String>) -> Error {
     }
 }
 
-/// The results of a job on the way to one client.
+/// The pieces of a job on the way to one client.
 struct ResultStream {
-    job: String,
     output: Output,
     encoder: ResultEncoder,
     /// The received parts of each result, by item and track.
     come: HashMap<(u32, String), ReceivedResult>,
-    /// Files that are made of results, by item and track; `None` where nothing more is sent of one: all of it was, or a file beside
-    /// the pieces could not be made.
-    files: HashMap<(u32, String), Option<Arc<SharedFile>>>,
 }
 
 /// The parts of one result that have arrived.
+#[derive(Default)]
 struct ReceivedResult {
-    format: MediaFormat,
     /// In units.
     covered: Covered,
     /// Where its pieces are sent as they arrive.
@@ -133,18 +185,6 @@ struct ReceivedResult {
 }
 
 impl ReceivedResult {
-    fn of(format: MediaFormat) -> ReceivedResult {
-        ReceivedResult {
-            format,
-            covered: Covered::default(),
-            envelope: None,
-        }
-    }
-
-    fn is_whole(&self) -> bool {
-        self.covered.is_whole(self.format.units())
-    }
-
     /// The envelope of the result, which its first piece begins.
     fn envelope(
         &mut self,
@@ -163,49 +203,36 @@ impl ReceivedResult {
     }
 }
 
+/// Adds a piece to what has come of its result. True: that is whole now.
+///
+/// # Errors
+/// When it is no whole units, or some of them have come already.
+pub(crate) fn add_once(covered: &mut Covered, piece: &Piece) -> Result<bool, Error> {
+    let units = piece
+        .units()
+        .ok_or_else(|| internal("a piece that is no whole units"))?;
+    let added = covered.add_once(piece.first..piece.first + units);
+    added.map_err(|twice| internal(format!("a result: {twice}")))?;
+    Ok(covered.is_whole(piece.format.units()))
+}
+
 impl ResultStream {
-    fn new(job: String, output: Output, encoder: ResultEncoder) -> ResultStream {
+    fn new(output: Output, encoder: ResultEncoder) -> ResultStream {
         ResultStream {
-            job,
             output,
             encoder,
             come: HashMap::new(),
-            files: HashMap::new(),
         }
     }
 
     /// Adds a piece of a result. Pieces arrive in any order, each unit once.
     async fn piece(&mut self, item: u32, seed: u64, piece: Piece) -> Result<Chunks, Error> {
-        let units = piece
-            .units()
-            .ok_or_else(|| internal("a piece that is no whole units"))?;
-        let come = self.come.entry((item, piece.track.clone()));
-        let come = come.or_insert_with(|| ReceivedResult::of(piece.format));
-        let added = come.covered.add_once(piece.first..piece.first + units);
-        added.map_err(|twice| internal(format!("a result: {twice}")))?;
-        let is_last = come.is_whole();
-        let (encodings, client) = (&self.encoder.encodings, self.encoder.client);
-        match (
-            self.output.encoding.as_file(&piece.track, &piece.format),
-            &piece.format,
-            self.output.encoding,
-        ) {
-            (AsFile::Instead, ..) => self.piece_of_file(item, seed, piece).await,
-            (AsFile::Beside, ..) => {
-                let envelope = come.envelope(item, seed, &piece, &self.output)?;
-                let chunks = envelope.chunks(&piece, is_last);
-                let key = (item, self.output.encoding.track_of_file(&piece.track));
-                match self.piece_of_file(item, seed, piece).await {
-                    Ok(file) => Ok(Box::new(chunks.into_iter().chain(file))),
-                    Err(refused) => {
-                        tracing::debug!(%refused, "a result is sent without its file");
-                        self.files.insert(key, None);
-                        Ok(Box::new(chunks.into_iter()))
-                    }
-                }
-            }
-            (_, MediaFormat::Image { .. }, Encoding::Png) => {
-                let encoded = encodings.encode(item, seed, piece, &self.output, client).await?;
+        let come = self.come.entry((item, piece.track.clone())).or_default();
+        let is_last = add_once(&mut come.covered, &piece)?;
+        match (&piece.format, self.output.encoding) {
+            (MediaFormat::Image { .. }, Encoding::Png) => {
+                let ResultEncoder { encodings, client } = &self.encoder;
+                let encoded = encodings.encode(item, seed, piece, &self.output, *client).await?;
                 let count = encoded.chunks().len();
                 Ok(Box::new(
                     (0..count).filter_map(move |index| encoded.chunks().get(index).cloned()),
@@ -218,54 +245,13 @@ impl ResultStream {
             }
         }
     }
-
-    /// Adds a piece to the file that has it, and returns the chunks of the file once it is complete.
-    async fn piece_of_file(&mut self, item: u32, seed: u64, piece: Piece) -> Result<Chunks, Error> {
-        let track = self.output.encoding.track_of_file(&piece.track);
-        let key = (item, track.clone());
-        let file = match self.files.get(&key) {
-            Some(Some(file)) => file.clone(),
-            Some(None) => return Ok(Box::new(std::iter::empty())),
-            None => {
-                let of = FileOf {
-                    job: self.job.clone(),
-                    item,
-                    seed,
-                    track: track.clone(),
-                    output: self.output.clone(),
-                };
-                let file = self.encoder.encodings.file(of, self.encoder.client);
-                self.files.insert(key.clone(), Some(file.clone()));
-                file
-            }
-        };
-        file.add(piece).await?;
-        let Some(format) = self.whole(item, &track) else {
-            return Ok(Box::new(std::iter::empty()));
-        };
-        self.files.insert(key, None);
-        let whole = file.whole().await?;
-        file_chunks(item, seed, track, format, &self.output, whole).map_err(internal)
-    }
-
-    /// The format of a result that is whole, with its sound if it has any.
-    fn whole(&self, item: u32, track: &str) -> Option<MediaFormat> {
-        let result = |track: &str| {
-            let result = self.come.get(&(item, track.to_owned()));
-            result.filter(|result| result.is_whole())
-        };
-        let format = result(track)?.format;
-        match format.sound() {
-            Some(_) => result(SOUND_OF_FILM).map(|_| format),
-            None => Some(format),
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
+    use hub::catalogue::Makes;
     use media::Recipe;
-    use model::Sound;
+    use model::{SOUND_OF_FILM, Sound};
 
     use super::*;
     use crate::budget::Budget;
@@ -289,7 +275,29 @@ mod tests {
         }
     }
 
-    fn results(encoding: Encoding, encodings: &Arc<Encodings>) -> ResultStream {
+    /// The pieces and the files of a job.
+    struct Results {
+        as_file: AsFile,
+        pieces: ResultStream,
+        files: ResultFiles,
+    }
+
+    impl Results {
+        async fn piece(&mut self, item: u32, seed: u64, piece: Piece) -> Result<Vec<Chunk>, Error> {
+            let mut sent = Vec::new();
+            if self.as_file != AsFile::Instead {
+                sent.extend(self.pieces.piece(item, seed, piece.clone()).await?);
+            }
+            if self.as_file != AsFile::No
+                && let Some(file) = self.files.add(item, seed, piece).await?
+            {
+                sent.extend(file);
+            }
+            Ok(sent)
+        }
+    }
+
+    fn results(encoding: Encoding, encodings: &Arc<Encodings>) -> Results {
         let encoder = ResultEncoder {
             encodings: encodings.clone(),
             client: None,
@@ -300,11 +308,16 @@ mod tests {
             omit_metadata: false,
             left_out: Vec::new(),
         };
-        ResultStream::new("job".to_owned(), output, encoder)
+        let as_file = encoding.as_file_of(Makes::Video);
+        Results {
+            as_file,
+            pieces: ResultStream::new(output.clone(), encoder.clone()),
+            files: ResultFiles::new("job".to_owned(), output, as_file, encoder),
+        }
     }
 
     /// The chunks that a stream sends of these pieces.
-    async fn sent(results: &mut ResultStream, pieces: &[std::ops::Range<u64>]) -> Vec<Chunk> {
+    async fn sent(results: &mut Results, pieces: &[std::ops::Range<u64>]) -> Vec<Chunk> {
         let mut sent = Vec::new();
         for piece in pieces {
             sent.extend(results.piece(0, 7, frames(piece.clone())).await.unwrap());
@@ -393,10 +406,7 @@ mod tests {
     };
 
     /// Frames and sound of a film, in this order of pieces: ranges of frames, or of samples.
-    async fn sent_with_sound(
-        results: &mut ResultStream,
-        pieces: &[(&str, std::ops::Range<u64>)],
-    ) -> Vec<Chunk> {
+    async fn sent_with_sound(results: &mut Results, pieces: &[(&str, std::ops::Range<u64>)]) -> Vec<Chunk> {
         let MediaFormat::Video { width, height, .. } = FILM else {
             unreachable!()
         };

@@ -16,6 +16,9 @@ use crate::encodings::{Encodings, refused};
 use crate::errors::internal;
 use crate::threads::ENCODING;
 
+/// The kind of work that encodes files, with its own share of the turns of a client.
+const FILES: &str = "files";
+
 /// Identifies a file: the job, the result and the encoding.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct FileOf {
@@ -143,11 +146,11 @@ impl Encodings {
 }
 
 impl SharedFile {
-    /// Encodes the part of a piece that no stream has added yet.
-    pub(crate) async fn add(&self, piece: Piece) -> Result<(), Error> {
+    /// Encodes the part of a piece that no stream has added yet, in a turn of this client.
+    pub(crate) async fn add(&self, piece: Piece, client: Client) -> Result<(), Error> {
         let mut state = self.state.clone().lock_owned().await;
         let of = self.of.clone();
-        let added = ENCODING.run(move || {
+        let added = ENCODING.run_of((FILES, client), move |_| {
             let timeline = Timeline::begin("encode a file");
             let State {
                 unfinished,

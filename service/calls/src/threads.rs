@@ -90,7 +90,8 @@ async fn run_in_turn<T: Send + 'static>(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+    use std::sync::{Arc, mpsc};
 
     use super::*;
 
@@ -131,6 +132,52 @@ mod tests {
         assert_eq!(turns.run_of(ONE, |_| 8).await, Ok(8));
         assert_eq!(has_ended.iter().next(), Some(first));
         assert!(has_begun.try_recv().is_err(), "no other one has begun");
+    }
+
+    #[tokio::test]
+    async fn large_pictures_of_one_client_do_not_hold_up_the_small_one_of_another() {
+        const SIDE: u32 = 4096;
+        const MANY: usize = 8;
+        let client = |last: u8| ("pictures", Some(IpAddr::from([10, 0, 0, last])));
+        let picture = |side: u32| {
+            let grey = vec![7; 3 * (side * side) as usize];
+            bytes::Bytes::from(media::pictures::png(side, side, &grey, None).unwrap())
+        };
+        let (large, small) = (picture(SIDE), picture(16));
+        let turns = Turns::of_decoding();
+        let share = (processors().min(DECODED_AT_ONCE) / 2).max(1);
+        let begun = Arc::new(AtomicUsize::new(0));
+        let many = (0..MANY).map(|_| {
+            let (turns, begun, large) = (turns.clone(), begun.clone(), large.clone());
+            tokio::spawn(async move {
+                let decode = move |cancel: &CancelToken| {
+                    begun.fetch_add(1, Relaxed);
+                    media::pictures::decode(&large, None, cancel).map(|pixels| pixels.rgb.len())
+                };
+                turns.run_of(client(1), decode).await
+            })
+        });
+        let many: Vec<_> = many.collect();
+        while begun.load(Relaxed) == 0 {
+            tokio::task::yield_now().await;
+        }
+        let before = begun.load(Relaxed);
+        let meanwhile = begun.clone();
+        let decode = move |cancel: &CancelToken| {
+            let turns_before = meanwhile.load(Relaxed) - before;
+            let decoded = media::pictures::decode(&small, None, cancel);
+            (decoded.map(|pixels| pixels.rgb.len()), turns_before)
+        };
+        let (decoded, turns_before) = turns.run_of(client(2), decode).await.unwrap();
+        assert_eq!(decoded.ok(), Some(3 * 16 * 16));
+        assert!(
+            turns_before <= share,
+            "{turns_before} of {MANY} large ones were before it"
+        );
+        for large in many {
+            let decoded = large.await.unwrap().unwrap();
+            assert_eq!(decoded.ok(), Some(3 * (SIDE * SIDE) as usize));
+        }
     }
 
     #[tokio::test]

@@ -280,6 +280,8 @@ pub(crate) struct Refusal {
     /// The id of the missing model; empty for other errors.
     pub(super) model: String,
     shortfall: Option<v1::MemoryShortfall>,
+    /// After which time the service may not refuse it any more.
+    retry_after: Option<Duration>,
 }
 
 impl Refusal {
@@ -289,6 +291,7 @@ impl Refusal {
             reason: format!("{:?}", status.code()).to_uppercase(),
             model: String::new(),
             shortfall: None,
+            retry_after: None,
         };
         let details = pb::Status::decode(status.details()).unwrap_or_default().details;
         for any in details {
@@ -299,9 +302,22 @@ impl Refusal {
                 }
             } else if any.type_url.ends_with("/moored.v1.MemoryShortfall") {
                 refusal.shortfall = v1::MemoryShortfall::decode(&any.value[..]).ok();
+            } else if any.type_url.ends_with("/google.rpc.RetryInfo")
+                && let Ok(info) = pb::RetryInfo::decode(&any.value[..])
+            {
+                refusal.retry_after = info.retry_delay.and_then(|delay| delay.try_into().ok());
             }
         }
         refusal
+    }
+
+    /// After which time to ask again, where nothing was begun.
+    pub(super) fn retry_after(&self) -> Option<Duration> {
+        use v1::Reason::{CardNotReady, ClientLimit, DiskNotReady, QueueFull, TokenLimit};
+        let is_of_now = [QueueFull, ClientLimit, TokenLimit, CardNotReady, DiskNotReady]
+            .iter()
+            .any(|reason| self.reason == reason.as_str_name());
+        self.retry_after.filter(|_| is_of_now)
     }
 
     /// Whether a model that the request names is missing.

@@ -1,6 +1,7 @@
 //! `moored generate` and `moored plan`.
 
 use std::io::IsTerminal as _;
+use std::time::{Duration, Instant};
 
 use api::v1;
 use api::v1::event::Event as Kind;
@@ -56,6 +57,8 @@ pub(super) struct Order {
     tracks: RequestTracks,
     target: Target,
     count: u32,
+    /// For how long to ask again where the service refuses for now.
+    retry: Duration,
 }
 
 impl Order {
@@ -92,6 +95,7 @@ impl Order {
             .map(|prompt| request.clone().with_prompt(prompt));
         let mut order = Order {
             count: settings.sampling.count,
+            retry: settings.job.retry.map_or(Duration::ZERO, Into::into),
             tracks: match medium {
                 MediumChoice::Audio => RequestTracks::of(settings)?,
                 MediumChoice::Image | MediumChoice::Video => RequestTracks::default(),
@@ -167,12 +171,33 @@ impl Order {
                     request.prompt()
                 ));
             }
-            let attempt = async || {
+            let mut attempt = async || {
                 let mut request = request.clone();
                 interrupt::or(self.tracks.name_in(&mut request, uploads, connection)).await?;
                 generate(connection, request, &mut show).await
             };
-            let generated = when_missing.retry(connection, request.model(), attempt).await?;
+            let began = Instant::now();
+            let generated = loop {
+                let generated = when_missing
+                    .retry(connection, request.model(), &mut attempt)
+                    .await;
+                let wait = match &generated {
+                    Err(CliError::Refused(refused)) => refused.retry_after(),
+                    _ => None,
+                };
+                let Some(wait) = wait.filter(|wait| began.elapsed() + *wait <= self.retry) else {
+                    break generated?;
+                };
+                screen::note(&format!(
+                    "refused for now: asking again in {}",
+                    humantime::format_duration(wait)
+                ));
+                interrupt::or(async {
+                    tokio::time::sleep(wait).await;
+                    Ok(())
+                })
+                .await?;
+            };
             if let Some(job) = &generated.detached {
                 detached(job, json)?;
                 continue;

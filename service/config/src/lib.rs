@@ -239,6 +239,8 @@ pub struct LimitSettings {
     pub connections_per_client: u64,
     /// Time for the first bytes of a connection.
     pub handshake: Duration,
+    /// After which time a client is asked to open another connection.
+    pub connection_age: Option<Duration>,
     pub calls: u64,
     pub calls_per_client: u64,
     /// Bytes of requests that are being received, and of messages of sessions that are not processed yet.

@@ -234,6 +234,14 @@ impl Reader {
         Some(self.duration(name))
     }
 
+    /// A time of at least this, or "".
+    pub(super) fn optional_time_from(&mut self, name: &'static str, least: Duration) -> Option<Duration> {
+        if self.is_word(name, "") {
+            return None;
+        }
+        Some(self.time_from(name, least))
+    }
+
     /// A duration, "" for never, or "auto".
     pub(super) fn unload_when_idle(&mut self, name: &'static str) -> UnloadWhenIdle {
         if self.is_word(name, "auto") {

@@ -178,6 +178,7 @@ impl LimitSettings {
             connections: r.at_least("limits.connections", 1),
             connections_per_client: r.at_least("limits.connections_per_client", 1),
             handshake: r.time_from("limits.handshake", LEAST_OF_CLIENTS),
+            connection_age: r.optional_time_from("limits.connection_age", LEAST_OF_CLIENTS),
             calls: r.at_least("limits.calls", 1),
             calls_per_client: r.at_least("limits.calls_per_client", 1),
             uploads: r.size("limits.uploads"),

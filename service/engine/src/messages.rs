@@ -105,6 +105,9 @@ pub enum Command {
     Run(Box<Order>),
     /// Cancel an attempt as soon as possible. Handled outside of the card thread, which may be busy with it.
     Cancel(Ticket),
+    /// So many bytes of pieces of an attempt are taken, of all that it has delivered so far: see [`must_wait`]. Handled outside of the
+    /// card thread, which may wait for it.
+    Taken { ticket: Ticket, bytes: Bytes },
     /// The complete set of claims; replaces the previous one. The supervisor keeps the times to live.
     Standing(Standing),
     /// Unload components, except those that are in use or claimed.
@@ -123,6 +126,7 @@ impl Command {
         let order = match self {
             Command::Run(order) => Some(&mut **order),
             Command::Cancel(_)
+            | Command::Taken { .. }
             | Command::Standing(_)
             | Command::Unload { .. }
             | Command::Trim { .. }
@@ -139,6 +143,20 @@ impl Command {
         });
         stages.flat_map(|work| work.values.values_mut().map(|value| &mut value.data))
     }
+}
+
+/// Bytes of pieces that an attempt may deliver before the supervisor says that it has taken them: some twenty frames of 960x960.
+const PIECES_AHEAD: Bytes = Bytes::mib(64);
+
+/// Whether an attempt that has delivered pieces of so many bytes, of which so many are taken, has to wait before it delivers more.
+pub fn must_wait(delivered: Bytes, taken: Bytes) -> bool {
+    delivered - taken > PIECES_AHEAD
+}
+
+/// Whether so many bytes were delivered since the last were taken that this is worth a command: an attempt that delivers little
+/// never waits.
+pub fn are_worth_a_command(delivered: Bytes, taken: Bytes) -> bool {
+    delivered - taken > Bytes(PIECES_AHEAD.0 / 2)
 }
 
 /// Claims on a card: what must stay resident, and what must stay free.

@@ -12,6 +12,9 @@ pub(crate) enum Refusal {
     /// The client has as much as it may, or is too slow.
     #[error("{0}")]
     ClientLimit(String),
+    /// The request is larger than its method takes.
+    #[error("{0}")]
+    TooLarge(String),
     /// A message of a stream is longer than its method takes.
     #[error("has {bytes} bytes; {most} are the most")]
     TooLongMessage { bytes: u64, most: u64 },

@@ -70,6 +70,7 @@ pub async fn serve(
     let gate = settings.gate.clone();
     let incoming = limits.accept(listener, settings.tls.clone());
     let limit = usize::try_from(settings.max_message.0).unwrap_or(usize::MAX);
+    let connection_age = settings.limits.connection_age;
     let (reporter, health_service) = tonic_health::server::health_reporter();
     health::report(reporter, service.card_memory.reports(), service.stopping.clone()).await;
     let reflection = || {
@@ -104,7 +105,11 @@ pub async fn serve(
         .add_service(limited!(JobsServer, JobsService(service.jobs.clone())))
         .add_service(limited!(HubServer, HubService(service.pulling.clone())))
         .add_service(limited!(ServerServer, ServerService { service, settings }));
-    let serving = Transport::builder()
+    let mut transport = Transport::builder();
+    if let Some(age) = connection_age {
+        transport = transport.max_connection_age(age);
+    }
+    let serving = transport
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .max_concurrent_streams(STREAMS_PER_CONNECTION)

@@ -57,8 +57,8 @@ pub(crate) fn status_of(error: &Error) -> Status {
             let field = format!("model.adapters[{name}]");
             details.push(bad_request(&[model::RequestError::new(field, problem)]));
         }
-        Error::NeverFits(shortfall) | Error::OutOfMemory(shortfall) => details.push(memory(shortfall)),
-        Error::MemoryTaken(shortfall) => {
+        Error::NeverFits(shortfall) => details.push(memory(shortfall)),
+        Error::MemoryTaken(shortfall) | Error::OutOfMemory(shortfall) => {
             details.push(memory(shortfall));
             details.push(retry(RETRY_MEMORY));
         }
@@ -66,6 +66,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::TooManyJobs(_)
         | Error::InputsFull { .. }
         | Error::ClientLimit(_)
+        | Error::SlowReader { .. }
         | Error::ShuttingDown => details.push(retry(RETRY_FULL_QUEUE)),
         Error::TokenLimit { retry_after, .. } => details.extend(retry_after.map(retry)),
         Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
@@ -76,7 +77,6 @@ pub(crate) fn status_of(error: &Error) -> Status {
         | Error::ModelUnsupported(_)
         | Error::Deadline { .. }
         | Error::Cancelled(_)
-        | Error::SlowReader { .. }
         | Error::WorkerDied { .. }
         | Error::WorkerSilent { .. }
         | Error::LostTooOften { .. }
@@ -103,7 +103,11 @@ pub(crate) fn status_of_pull(error: &PullError) -> Status {
         PullFailure::NotSupported => (Code::FailedPrecondition, Reason::ModelUnsupported),
         PullFailure::Failed => (Code::FailedPrecondition, Reason::PullFailed),
     };
-    with_details(code, &error.to_string(), vec![error_info(reason)])
+    let mut details = vec![error_info(reason)];
+    if code == Code::ResourceExhausted {
+        details.push(retry(RETRY_DISK));
+    }
+    with_details(code, &error.to_string(), details)
 }
 
 fn with_disk(error: &PullError, how: &str) -> Status {
@@ -124,6 +128,11 @@ impl From<Refusal> for Status {
             }
             Refusal::ClientLimit(problem) => {
                 let details = vec![error_info(Reason::ClientLimit), retry(RETRY_FULL_QUEUE)];
+                with_details(Code::ResourceExhausted, &problem, details)
+            }
+            // Without a time after which to try again: the same request is as large then.
+            Refusal::TooLarge(problem) => {
+                let details = vec![error_info(Reason::ClientLimit)];
                 with_details(Code::ResourceExhausted, &problem, details)
             }
             long @ Refusal::TooLongMessage { .. } => status_of(&invalid("message", long.to_string())),
@@ -326,6 +335,56 @@ mod tests {
                 (info.reason.as_str(), info.metadata["how"].as_str()),
                 ("DISK_NOT_READY", how)
             );
+        }
+    }
+
+    #[test]
+    fn whatever_is_exhausted_says_when_to_try_again_unless_waiting_changes_nothing() {
+        const RETRY: &str = "type.googleapis.com/google.rpc.RetryInfo";
+        let bytes = residency::Bytes::gib(1);
+        let shortfall = || {
+            Box::new(Shortfall {
+                stage: "denoise".to_owned(),
+                needed: bytes,
+                free: bytes,
+                capacity: bytes,
+                holders: Vec::new(),
+                fallbacks: Vec::new(),
+                smallest: None,
+                instead: None,
+                pinned: bytes,
+            })
+        };
+        let token_limit = |retry_after| Error::TokenLimit {
+            limit: "pixels_per_minute",
+            problem: "too many".to_owned(),
+            retry_after,
+        };
+        let client = "greedy".to_owned();
+        for error in [
+            Error::QueueFull { limit: 256 },
+            Error::TooManyJobs(engine::JobBound::Client { client, limit: 192 }),
+            Error::ClientLimit("too many".to_owned()),
+            Error::SlowReader {
+                unread: bytes,
+                limit: bytes,
+            },
+            Error::MemoryTaken(shortfall()),
+            Error::OutOfMemory(shortfall()),
+            token_limit(Some(RETRY_DISK)),
+        ] {
+            let status = status_of(&error);
+            assert_eq!(status.code(), Code::ResourceExhausted, "{error}");
+            assert!(details(&status).contains(&RETRY.to_owned()), "{error}");
+        }
+        let limit = Status::from(Refusal::ClientLimit("too many calls".to_owned()));
+        assert!(details(&limit).contains(&RETRY.to_owned()));
+        for status in [
+            status_of(&token_limit(None)),
+            Status::from(Refusal::TooLarge("as large next time".to_owned())),
+        ] {
+            assert_eq!(status.code(), Code::ResourceExhausted);
+            assert!(!details(&status).contains(&RETRY.to_owned()), "{status}");
         }
     }
 

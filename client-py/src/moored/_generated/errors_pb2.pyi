@@ -43,7 +43,7 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     MEMORY_TAKEN: _Reason.ValueType  # 7
     """Memory did not come free within the patience; see MemoryShortfall, RetryInfo. RESOURCE_EXHAUSTED."""
     OUT_OF_MEMORY: _Reason.ValueType  # 8
-    """Out of memory inside a stage although admitted. RESOURCE_EXHAUSTED."""
+    """Out of memory inside a stage although admitted. RESOURCE_EXHAUSTED, with RetryInfo."""
     QUEUE_FULL: _Reason.ValueType  # 9
     """The queue is full, of jobs or of init images. RESOURCE_EXHAUSTED, with RetryInfo."""
     DEADLINE: _Reason.ValueType  # 10
@@ -82,12 +82,13 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     else than it announced. FAILED_PRECONDITION.
     """
     DISK_FULL: _Reason.ValueType  # 24
-    """What is to be pulled does not fit on the disk. RESOURCE_EXHAUSTED."""
+    """What is to be pulled does not fit on the disk. RESOURCE_EXHAUSTED, with RetryInfo."""
     SLOW_READER: _Reason.ValueType  # 25
-    """The client left too much of its results unread. RESOURCE_EXHAUSTED."""
+    """The client left too much of its results unread. RESOURCE_EXHAUSTED, with RetryInfo."""
     CLIENT_LIMIT: _Reason.ValueType  # 26
     """This client has more open or under way than the service takes of one: calls, bytes that arrive or are not read, holds,
-    reservations. The message says which, and which setting bounds it. RESOURCE_EXHAUSTED, with RetryInfo.
+    reservations. The message says which, and which setting bounds it. RESOURCE_EXHAUSTED, with RetryInfo; without
+    it where the request is larger than its method takes, which waiting does not change.
     """
     MODEL_CHANGED: _Reason.ValueType  # 27
     """The model's files were replaced while the job was under way, after something of its result was made: submit the request
@@ -128,7 +129,7 @@ NEVER_FITS: Reason.ValueType  # 6
 MEMORY_TAKEN: Reason.ValueType  # 7
 """Memory did not come free within the patience; see MemoryShortfall, RetryInfo. RESOURCE_EXHAUSTED."""
 OUT_OF_MEMORY: Reason.ValueType  # 8
-"""Out of memory inside a stage although admitted. RESOURCE_EXHAUSTED."""
+"""Out of memory inside a stage although admitted. RESOURCE_EXHAUSTED, with RetryInfo."""
 QUEUE_FULL: Reason.ValueType  # 9
 """The queue is full, of jobs or of init images. RESOURCE_EXHAUSTED, with RetryInfo."""
 DEADLINE: Reason.ValueType  # 10
@@ -167,12 +168,13 @@ PULL_FAILED: Reason.ValueType  # 23
 else than it announced. FAILED_PRECONDITION.
 """
 DISK_FULL: Reason.ValueType  # 24
-"""What is to be pulled does not fit on the disk. RESOURCE_EXHAUSTED."""
+"""What is to be pulled does not fit on the disk. RESOURCE_EXHAUSTED, with RetryInfo."""
 SLOW_READER: Reason.ValueType  # 25
-"""The client left too much of its results unread. RESOURCE_EXHAUSTED."""
+"""The client left too much of its results unread. RESOURCE_EXHAUSTED, with RetryInfo."""
 CLIENT_LIMIT: Reason.ValueType  # 26
 """This client has more open or under way than the service takes of one: calls, bytes that arrive or are not read, holds,
-reservations. The message says which, and which setting bounds it. RESOURCE_EXHAUSTED, with RetryInfo.
+reservations. The message says which, and which setting bounds it. RESOURCE_EXHAUSTED, with RetryInfo; without
+it where the request is larger than its method takes, which waiting does not change.
 """
 MODEL_CHANGED: Reason.ValueType  # 27
 """The model's files were replaced while the job was under way, after something of its result was made: submit the request

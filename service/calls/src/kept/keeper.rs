@@ -14,7 +14,7 @@ use super::records::{JOBS, KeptJob, KeptLatent, KeptResult};
 use super::results::Folder;
 use super::{Kept, end_of, storage};
 use crate::budget::Client;
-use crate::chunks::{Chunk, Output};
+use crate::chunks::{AsFile, Chunk, Output};
 use crate::results::{Event, EventKind, ResultEncoder, started};
 
 /// Times between attempts to write the end of a job.
@@ -33,7 +33,7 @@ impl Kept {
     pub(super) fn keep(
         &self,
         job: Job,
-        output: Output,
+        (output, as_file): (Output, AsFile),
         client: Client,
         instead: impl Fn() -> Option<String> + Send + 'static,
         place: Option<OwnedSemaphorePermit>,
@@ -44,7 +44,7 @@ impl Kept {
             client,
         };
         let model = self.index().open.get(&id).map(|open| open.model.clone());
-        let events = started(job, model.unwrap_or_default(), output, encoder, instead).events;
+        let events = started(job, model.unwrap_or_default(), output, as_file, encoder, instead).events;
         tokio::spawn(async move {
             kept.follow(&id, events).await;
             drop(place);

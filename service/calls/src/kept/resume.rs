@@ -74,7 +74,8 @@ impl Kept {
             match self.0.queue.submit_kept(spec.clone()).await {
                 Ok((_, Some(keeper))) => {
                     tracing::info!(job = %id, begun = job.begun, "a job from before the restart is in the queue again");
-                    self.keep(keeper, job.output, None, || None, place);
+                    let as_file = job.output.as_file_of(&spec.work);
+                    self.keep(keeper, (job.output, as_file), None, || None, place);
                     return Ok(());
                 }
                 Ok((_, None)) => {

@@ -171,6 +171,9 @@ pub(crate) struct JobSettings {
     /// How long to wait for memory that other programs hold, e.g. 10s
     #[arg(long, value_name = "TIME", help_heading = "Job")]
     pub(crate) patience: Option<humantime::Duration>,
+    /// How long to ask again, as often as the service says, where its queue is full or a limit is reached, e.g. 5m
+    #[arg(long, value_name = "TIME", help_heading = "Job")]
+    pub(crate) retry: Option<humantime::Duration>,
     /// Priority in the queue
     #[arg(long, value_enum, default_value_t = PriorityChoice::Normal, help_heading = "Job")]
     pub(crate) priority: PriorityChoice,

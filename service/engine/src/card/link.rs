@@ -3,16 +3,19 @@
 use std::fmt;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use residency::Millis;
+use residency::{Bytes, Millis};
 
 use crate::messages::{Event, Ticket};
 
-/// Receives a card's events. Calls must not block.
+/// Receives a card's events. Calls must not block, but for [`Link::wait_until_taken`].
 pub trait Link {
     /// Sends an event.
     fn emit(&mut self, event: Event);
     /// Whether this attempt is cancelled. Polled frequently.
     fn cancelled(&self, ticket: Ticket) -> bool;
+    /// Waits while an attempt that has delivered pieces of so many bytes has to ([`must_wait`](crate::messages::must_wait)) and is not
+    /// cancelled.
+    fn wait_until_taken(&mut self, _ticket: Ticket, _delivered: Bytes) {}
 }
 
 /// A monotonic clock. The supervisor plans on the card's ledgers, so both use the same epoch.

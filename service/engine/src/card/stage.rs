@@ -249,6 +249,7 @@ impl Card {
             preview_interval: u64::from(first.1.preview_interval_ms),
             last_preview: None,
             last_step: 0,
+            delivered: Bytes::ZERO,
             timeline: Timeline::begin("compute"),
         };
         let stages = run.stages.iter().map(|(_, work)| model::StageRun {
@@ -370,6 +371,8 @@ struct Watch<'a> {
     preview_interval: u64,
     last_preview: Option<Millis>,
     last_step: u32,
+    /// Bytes of the pieces that it has delivered.
+    delivered: Bytes,
     /// Timeline of its steps.
     timeline: Timeline,
 }
@@ -422,7 +425,11 @@ impl Observer for Watch<'_> {
 
     fn deliver(&mut self, piece: Piece) {
         for piece in piece.cut(PIECE_BYTES) {
+            self.delivered += Bytes(piece.data.len() as u64);
             self.report(Progress::Piece(piece));
+            if let Some(&ticket) = self.tickets.first() {
+                self.link.wait_until_taken(ticket, self.delivered);
+            }
         }
     }
 

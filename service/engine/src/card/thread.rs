@@ -2,11 +2,13 @@
 
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+use residency::Bytes;
+
 use super::{Card, CardError, Flow, Link};
-use crate::messages::{Command, Event, Ticket};
+use crate::messages::{Command, Event, Ticket, must_wait};
 
 /// How a card's thread ended.
 #[derive(Debug)]
@@ -36,15 +38,36 @@ pub struct CardCommands {
     orders: Orders,
 }
 
-/// Orders in flight; the flag is true once an order is cancelled. Shared with the card's thread, which cannot
-/// receive commands while it runs an order.
+/// Orders in flight. Shared with the card's thread, which cannot receive commands while it runs an order.
 #[derive(Clone, Debug, Default)]
-struct Orders(Arc<Mutex<BTreeMap<Ticket, bool>>>);
+struct Orders(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    orders: Mutex<BTreeMap<Ticket, Known>>,
+    changed: Condvar,
+}
+
+/// What was received about an order since it was sent.
+#[derive(Clone, Copy, Debug, Default)]
+struct Known {
+    cancelled: bool,
+    /// Bytes of its pieces that the supervisor has taken.
+    taken: Bytes,
+}
 
 impl Orders {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<Ticket, bool>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<Ticket, Known>> {
         // The map holds plain values, so it is valid even after a panic with the lock held.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.orders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes what is known of an order, if it is in flight.
+    fn change(&self, ticket: Ticket, change: impl FnOnce(&mut Known)) {
+        if let Some(known) = self.lock().get_mut(&ticket) {
+            change(known);
+        }
+        self.0.changed.notify_all();
     }
 }
 
@@ -102,19 +125,22 @@ impl CardThread {
 }
 
 impl CardCommands {
-    /// Sends a command. Cancellation takes effect at once, even during an order. False if the thread has ended.
+    /// Sends a command. What concerns the order that runs, its cancellation and how much of its result is taken, takes effect at once.
+    /// False if the thread has ended.
     pub fn send(&self, command: Command) -> bool {
         match command {
             Command::Cancel(ticket) => {
-                if let Some(cancelled) = self.orders.lock().get_mut(&ticket) {
-                    *cancelled = true;
-                }
+                self.orders.change(ticket, |known| known.cancelled = true);
+                return true;
+            }
+            Command::Taken { ticket, bytes } => {
+                self.orders.change(ticket, |known| known.taken = bytes);
                 return true;
             }
             Command::Run(ref order) => {
                 self.orders
                     .lock()
-                    .extend(order.tickets().map(|ticket| (ticket, false)));
+                    .extend(order.tickets().map(|ticket| (ticket, Known::default())));
             }
             Command::Standing(_)
             | Command::Unload { .. }
@@ -160,6 +186,63 @@ impl<F: Fn(Event)> Link for ThreadLink<F> {
     }
 
     fn cancelled(&self, ticket: Ticket) -> bool {
-        self.orders.lock().get(&ticket).copied().unwrap_or(false)
+        self.orders
+            .lock()
+            .get(&ticket)
+            .is_some_and(|known| known.cancelled)
+    }
+
+    fn wait_until_taken(&mut self, ticket: Ticket, delivered: Bytes) {
+        let waits = |orders: &mut BTreeMap<Ticket, Known>| {
+            let known = orders.get(&ticket);
+            known.is_some_and(|known| !known.cancelled && must_wait(delivered, known.taken))
+        };
+        drop(self.orders.0.changed.wait_while(self.orders.lock(), waits));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stage_that_has_delivered_much_waits_until_it_is_taken_or_cancelled() {
+        let (ticket, delivered) = (Ticket(1), Bytes::gib(1));
+        for ends_the_wait in [
+            Command::Taken {
+                ticket,
+                bytes: delivered,
+            },
+            Command::Cancel(ticket),
+        ] {
+            let (sender, _received) = channel();
+            let orders = Orders::default();
+            orders.lock().insert(ticket, Known::default());
+            let commands = CardCommands {
+                sender,
+                orders: orders.clone(),
+            };
+            let waiting = std::thread::spawn(move || {
+                let mut link = ThreadLink {
+                    events: |_| {},
+                    orders,
+                };
+                link.wait_until_taken(ticket, Bytes::mib(1));
+                link.wait_until_taken(ticket, delivered);
+                let known = link.orders.lock()[&ticket];
+                known.cancelled || known.taken == delivered
+            });
+            let little = Bytes::mib(900);
+            commands.send(Command::Taken {
+                ticket,
+                bytes: little,
+            });
+            commands.send(Command::Taken {
+                ticket: Ticket(2),
+                bytes: delivered,
+            });
+            commands.send(ends_the_wait);
+            assert!(waiting.join().unwrap(), "it went on too early");
+        }
     }
 }

@@ -16,7 +16,7 @@ use crate::admission::not_resident_yet;
 use crate::error::{Error, Shortfall};
 use crate::job::JobId;
 use crate::library::Entry;
-use crate::messages::{Command, Order, Standing, Ticket};
+use crate::messages::{Command, Order, Standing, Ticket, are_worth_a_command};
 use crate::moved::Reserved;
 use crate::need::Need;
 
@@ -46,6 +46,9 @@ pub(super) struct InFlight {
     pub(super) has_begun: bool,
     /// When the worker last reported on it.
     pub(super) last_report: Instant,
+    /// Bytes of the pieces that it has delivered, and those of them of which the worker knows that they are taken.
+    pub(super) delivered: Bytes,
+    pub(super) taken: Bytes,
     /// Pace of the order, by the reports of the worker.
     pub(super) pace: Pace,
     pub(super) expected_ms: f64,
@@ -75,6 +78,8 @@ impl InFlight {
             sent: now,
             has_begun: false,
             last_report: now,
+            delivered: Bytes::ZERO,
+            taken: Bytes::ZERO,
             expected_ms,
             cancelled: None,
             silent: None,
@@ -129,6 +134,8 @@ impl InFlight {
             sent: self.sent,
             has_begun: self.has_begun,
             last_report: self.last_report,
+            delivered: Bytes::ZERO,
+            taken: Bytes::ZERO,
             pace: Pace::default(),
             expected_ms: self.expected_ms,
             cancelled: None,
@@ -390,6 +397,18 @@ impl CardRecord {
     pub(super) fn order(&mut self, order: Order, in_flight: InFlight) {
         self.in_flight = Some(in_flight);
         self.send(Command::Run(Box::new(order)));
+    }
+
+    /// Takes the pieces that the running stage has delivered, where they are so many that it may wait for that.
+    pub(super) fn take_pieces(&mut self, now: Instant) {
+        let running = self.in_flight.as_mut();
+        let Some(running) = running.filter(|running| are_worth_a_command(running.delivered, running.taken))
+        else {
+            return;
+        };
+        running.take_pieces(now);
+        let (ticket, bytes) = (running.ticket, running.taken);
+        self.send(Command::Taken { ticket, bytes });
     }
 
     fn send(&mut self, command: Command) {

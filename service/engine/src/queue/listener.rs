@@ -1,14 +1,17 @@
 //! Events of a job for its listeners: each has a mailbox, which is bounded for a slow reader. Most events are
-//! coalesced. Pieces of results cannot be: a listener with too many unread bytes of them is dropped.
+//! coalesced. Pieces of results cannot be: a listener with too many unread bytes of them is dropped. Pieces that the service encodes
+//! (`encoding`) are not the client's to read, and do not count.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use model::Piece;
 use residency::Bytes;
 use tokio::sync::{Notify, mpsc};
 
 use super::core::Input;
+use super::encoding::{PiecesToEncode, ToEncode, Unencoded};
 use crate::error::Error;
 use crate::job::{JobEvent, JobEventKind, JobId};
 use crate::library::Entry;
@@ -57,12 +60,7 @@ impl Job {
             {
                 let mut contents = self.mailbox.lock();
                 if let Some(event) = contents.events.pop_front() {
-                    let bytes = piece_bytes(&event.kind);
-                    if bytes <= contents.missed {
-                        contents.missed -= bytes;
-                    } else {
-                        contents.unread -= bytes;
-                    }
+                    contents.take_off(piece_bytes(&event.kind));
                     return Some(event);
                 }
                 if contents.closed {
@@ -71,6 +69,15 @@ impl Job {
             }
             changed.await;
         }
+    }
+}
+
+impl Job {
+    /// Takes the pieces of the job for the service to encode; `instead`: the client gets none of them. Pieces that have come already
+    /// are among them. To be called once.
+    pub fn encode(&mut self, instead: bool) -> PiecesToEncode {
+        self.mailbox.begin_encoding(instead);
+        PiecesToEncode::new(self.mailbox.clone(), self.inputs.clone())
     }
 }
 
@@ -144,8 +151,10 @@ impl Drop for Counted {
 pub(super) struct Mailbox {
     contents: Mutex<Contents>,
     changed: Notify,
+    to_encode_changed: Notify,
     /// Unread bytes of the listener's account.
     account: Arc<Unread>,
+    unencoded: Arc<Unencoded>,
 }
 
 #[derive(Debug, Default)]
@@ -158,10 +167,23 @@ struct Contents {
     /// Bound on the unread bytes; a single piece may exceed it.
     bound: Bytes,
     closed: bool,
+    /// Where the service encodes the pieces.
+    to_encode: Option<ToEncode>,
+}
+
+impl Contents {
+    /// Counts a piece among the events as read.
+    fn take_off(&mut self, bytes: Bytes) {
+        if bytes <= self.missed {
+            self.missed -= bytes;
+        } else {
+            self.unread -= bytes;
+        }
+    }
 }
 
 impl Mailbox {
-    pub(super) fn new(bound: Bytes, account: Arc<Unread>) -> Mailbox {
+    pub(super) fn new(bound: Bytes, account: Arc<Unread>, unencoded: Arc<Unencoded>) -> Mailbox {
         let contents = Contents {
             bound,
             ..Contents::default()
@@ -169,8 +191,64 @@ impl Mailbox {
         Mailbox {
             contents: Mutex::new(contents),
             changed: Notify::new(),
+            to_encode_changed: Notify::new(),
             account,
+            unencoded,
         }
+    }
+
+    /// Gives the pieces that come, and those that have come, to an encoder.
+    fn begin_encoding(&self, instead: bool) {
+        let mut contents = self.lock();
+        let mut to_encode = ToEncode::new(instead);
+        for event in std::mem::take(&mut contents.events) {
+            let is_moved = match &event.kind {
+                JobEventKind::Piece { item, seed, piece } => {
+                    to_encode.push(*item, *seed, piece.clone(), &self.unencoded);
+                    instead
+                }
+                _ => false,
+            };
+            if is_moved {
+                contents.take_off(piece_bytes(&event.kind));
+            } else {
+                contents.events.push_back(event);
+            }
+        }
+        contents.to_encode = Some(to_encode);
+    }
+
+    /// Has something done with what waits to be encoded. Returns its result, and whether nothing more comes.
+    pub(super) fn with_encoder<T>(&self, work: impl FnOnce(&mut ToEncode) -> Option<T>) -> (Option<T>, bool) {
+        let mut contents = self.lock();
+        let result = contents.to_encode.as_mut().and_then(work);
+        (result, contents.closed)
+    }
+
+    /// Notified when a piece was added that is to be encoded, and when no more come.
+    pub(super) fn to_encode_changed(&self) -> &Notify {
+        &self.to_encode_changed
+    }
+
+    /// Whether the service encodes what is delivered.
+    pub(super) fn is_encoded(&self) -> bool {
+        self.lock().to_encode.as_ref().is_some_and(ToEncode::is_read)
+    }
+
+    /// Whether the client gets what the service makes of the pieces, and not these.
+    pub(super) fn is_encoded_instead(&self) -> bool {
+        self.lock()
+            .to_encode
+            .as_ref()
+            .is_some_and(|to_encode| to_encode.instead)
+    }
+
+    /// Adds a piece for the encoder, if there is one.
+    pub(super) fn push_to_encode(&self, item: u32, seed: u64, piece: &Piece) {
+        if let Some(to_encode) = &mut self.lock().to_encode {
+            to_encode.push(item, seed, piece.clone(), &self.unencoded);
+        }
+        self.to_encode_changed.notify_one();
     }
 
     /// Adds an event from before the listener joined, before any other event. The replay keeps it too, so it takes no
@@ -205,8 +283,12 @@ impl Mailbox {
                 kind: JobEventKind::Failed(error),
             }]);
             contents.closed = true;
+            if let Some(to_encode) = &mut contents.to_encode {
+                to_encode.leave();
+            }
             drop(contents);
             self.changed.notify_one();
+            self.to_encode_changed.notify_one();
             return false;
         }
         contents.unread += bytes;
@@ -230,6 +312,7 @@ impl Mailbox {
     pub(super) fn close(&self) {
         self.lock().closed = true;
         self.changed.notify_one();
+        self.to_encode_changed.notify_one();
     }
 
     /// The contents are valid even after a panic of a listener, as every change is one call.

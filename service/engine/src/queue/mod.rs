@@ -4,7 +4,7 @@
 //! carries the effects out. Each turn ends with a look at which job can start where, on the ledgers that workers publish; a
 //! worker plans again and may answer that memory is short after all.
 //!
-//! A file owns state (`cards`, `claims`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `recycles`, `replay`, `shares`,
+//! A file owns state (`cards`, `claims`, `encoding`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `recycles`, `replay`, `shares`,
 //! `swap`, `unloads`, `watchdog`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`,
 //! `passes`, `placing`, `stage_time`, `status`, `swaps`). Only `core` sees two owners. `reductions`, `report`, `request` and `steps` are values.
 //!
@@ -19,6 +19,7 @@ mod cards;
 mod claims;
 mod core;
 mod decide;
+mod encoding;
 mod ended;
 mod latents;
 mod learned;
@@ -61,6 +62,7 @@ use tokio::time::Instant;
 use self::core::{Call, Core, Input};
 use cards::ReservationRequest;
 pub use claims::{KeptClaims, KeptHold, KeptReservation, Reserver};
+pub use encoding::{PieceToEncode, PiecesToEncode, Waits};
 pub use learned::KeptLearned;
 pub use listener::Job;
 use reductions::{open_reductions, open_upgrades};
@@ -112,6 +114,9 @@ pub struct Settings {
     /// Bound on the unread results of all jobs of one account, in bytes. Each piece counts once for any number of listeners: see
     /// [`JobOptions::account`](crate::job::JobOptions::account).
     pub unread_of_account: Bytes,
+    /// Bound on the pieces of results that the service has not encoded yet, in bytes: beyond it stages that deliver more wait. A stage
+    /// may be some 64 MiB beyond it.
+    pub unencoded: Bytes,
     /// Bound on latents in bytes; one account may use seven eighths of it.
     pub latents: Bytes,
     /// How long a latent is kept after its last use.
@@ -149,6 +154,7 @@ impl Default for Settings {
             unread_pictures: Bytes::mib(256),
             replay: Bytes::mib(256),
             unread_of_account: Bytes::mib(512),
+            unencoded: Bytes::mib(128),
             latents: Bytes::mib(512),
             latent_ttl: Duration::from_secs(600),
             ended_kept: 100,

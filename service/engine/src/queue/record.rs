@@ -401,12 +401,18 @@ impl JobRecord {
             kind,
         };
         self.replay.keep(&event);
-        if let JobEventKind::Piece { piece, .. } = &mut event.kind {
+        let mut to_encode = None;
+        if let JobEventKind::Piece { item, seed, piece } = &mut event.kind {
+            to_encode = Some((*item, *seed, piece.clone()));
             piece.data = self.unread.count(std::mem::take(&mut piece.data));
         }
         let id = &self.id;
         self.listeners.retain(|listener, mailbox| {
-            let reads = mailbox.push(event.clone());
+            let is_for_client = to_encode.is_none() || !mailbox.is_encoded_instead();
+            let reads = !is_for_client || mailbox.push(event.clone());
+            if let Some((item, seed, piece)) = to_encode.as_ref().filter(|_| reads) {
+                mailbox.push_to_encode(*item, *seed, piece);
+            }
             if !reads {
                 tracing::warn!(job = %id, listener, "a listener does not read its results: it is dropped");
             }
@@ -427,6 +433,11 @@ impl JobRecord {
         self.options
             .deadline
             .filter(|_| !self.detached && !self.is_decided())
+    }
+
+    /// Whether the service encodes its result.
+    pub(super) fn is_encoded(&self) -> bool {
+        self.listeners.values().any(|mailbox| mailbox.is_encoded())
     }
 
     pub(super) fn is_running(&self) -> bool {

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use super::Settings;
 use super::cards::{CardRecord, Health, InFlight};
 use super::learned::{KnownPace, PaceKey, StageKey, TooSlow, Took};
-use crate::messages::{Completed, Progress};
+use crate::messages::{Completed, Progress, must_wait};
 use crate::need::Need;
 
 /// The limit between two reports is this many times the usual time.
@@ -104,6 +104,11 @@ impl Pace {
         }
     }
 
+    /// The stage has waited for its supervisor, and goes on.
+    fn goes_on(&mut self, now: Instant) {
+        self.last_step = self.last_step.map(|_| now);
+    }
+
     /// The pace to learn from a stage that ran to its end on a card: the longest silence after its first step. The silence after
     /// its last report counts too, as the card may lag what was reported; that silence alone says nothing about a step.
     pub(super) fn taught(&self, card: usize, completed: &Completed, now: Instant) -> Option<(PaceKey, Took)> {
@@ -162,6 +167,23 @@ impl InFlight {
     pub(super) fn record_progress(&mut self, progress: &Progress, now: Instant) {
         self.last_report = now;
         self.pace.record(progress, now);
+        if let Progress::Piece(piece) = progress {
+            self.delivered += Bytes(piece.data.len() as u64);
+        }
+    }
+
+    /// Lets it deliver more. If it waited for that, its silence begins now.
+    pub(super) fn take_pieces(&mut self, now: Instant) {
+        if self.waits_for_us() {
+            self.last_report = now;
+            self.pace.goes_on(now);
+        }
+        self.taken = self.delivered;
+    }
+
+    /// Whether it waits until its pieces are taken: it is silent for that reason.
+    fn waits_for_us(&self) -> bool {
+        must_wait(self.delivered, self.taken)
     }
 
     /// Updates how long the worker may be silent, from the measured pace.
@@ -227,10 +249,11 @@ impl CardRecord {
         }
         let running = self.in_flight.as_ref().map(|running| {
             let silent = running.last_report + running.silence(settings);
+            let silent = (!running.waits_for_us()).then_some(silent);
             let cancelled = running.cancelled.map(|at| at + running.grace(settings));
-            cancelled.map_or(silent, |at| at.min(silent))
+            silent.into_iter().chain(cancelled).min()
         });
-        running.or_else(|| {
+        running.unwrap_or_else(|| {
             let since = self
                 .request_pending_since
                 .filter(|_| !self.pending_requests.is_empty());

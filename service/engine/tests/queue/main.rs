@@ -2,6 +2,7 @@
 #![allow(unreachable_pub, clippy::unwrap_used, clippy::expect_used)] // a test binary of several files
 
 mod bounds;
+mod encoding;
 mod faults;
 mod fixture;
 mod flow;

@@ -78,7 +78,7 @@ pub(super) fn accepted(listener: TcpListener, entrance: Arc<Entrance>, terms: Te
             };
             let (place, left) = entrance.enter(client_at(address));
             if let Some(Some(client)) = left && full.allow(LOG_INTERVAL) {
-                tracing::warn!(%client, "a connection without a call was closed to make room for a new one: a quarter of limits.connections is for those");
+                tracing::warn!(%client, "a connection without a call was closed to make room for a new one: half as many as limits.connections are kept");
             }
             yield Ok(LimitedConnection::new(stream, address, &terms, place));
         }

@@ -55,8 +55,8 @@ const ENDLESS_PUBLIC_CALLS: u64 = PUBLIC_CALLS / 2;
 const ENDLESS_PUBLIC_CALLS_PER_CLIENT: u64 = PUBLIC_CALLS_PER_CLIENT / 2;
 /// How long the request of a call without the token may take as a whole, and its answer may stay unread.
 const PUBLIC_CALL: Duration = Duration::from_secs(30);
-/// Most newcomers, as a part of all connections: a quarter.
-const NEWCOMERS_PART: u64 = 4;
+/// Most newcomers, as a part of all connections: half. Two hundred clients that come at once each find a place.
+const NEWCOMERS_PART: u64 = 2;
 
 impl Limits {
     pub(crate) fn new(settings: &LimitSettings, gate: Gate, uploads: Arc<Budget>) -> Arc<Limits> {

@@ -69,7 +69,7 @@ impl Upload {
     fn count(&mut self, data: &[u8]) -> Result<(), Refusal> {
         let bytes = data.len() as u64;
         self.left = self.left.checked_sub(bytes).ok_or_else(|| {
-            Refusal::ClientLimit(format!(
+            Refusal::TooLarge(format!(
                 "this request is larger than {}, which is the most that this method takes: send less in one request",
                 residency::Bytes(self.longest)
             ))

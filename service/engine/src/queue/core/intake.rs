@@ -466,7 +466,11 @@ impl Core {
     /// A mailbox for one more listener of an account.
     fn mailbox(&mut self, account: &str) -> Arc<Mailbox> {
         let unread = self.unread_of(account);
-        Arc::new(Mailbox::new(self.settings.unread_pictures, unread))
+        Arc::new(Mailbox::new(
+            self.settings.unread_pictures,
+            unread,
+            self.unencoded.clone(),
+        ))
     }
 
     fn unread_of(&mut self, account: &str) -> Arc<Unread> {

@@ -23,6 +23,7 @@ use tokio::time::Instant;
 
 use super::cards::{CardRecord, ToWorker};
 use super::claims::Claims;
+use super::encoding::Unencoded;
 use super::ended::Ended;
 use super::latents::Latents;
 use super::learned::{KeptLearned, Learned};
@@ -57,6 +58,8 @@ pub(super) enum Input {
     Signal(CardSignal),
     /// A listener has left its job.
     Left { job: JobId, listener: u64 },
+    /// A piece has been encoded, or nobody encodes it any more.
+    Encoded,
     /// The result of [`Effect::Reopen`].
     Reopened {
         job: JobId,
@@ -110,6 +113,8 @@ pub(super) struct Core {
     recycles: Vec<PendingRecycle>,
     /// Unread bytes of the accounts that have listeners, by name.
     unread: BTreeMap<String, Weak<Unread>>,
+    /// Pieces of results that the service has not encoded yet.
+    unencoded: Arc<Unencoded>,
     drain: Option<Drain>,
     effects: Vec<Effect>,
     /// Source of the numbers of tickets, arrivals, listeners and requests: no two are equal.
@@ -152,6 +157,7 @@ impl Core {
             trims: BTreeMap::new(),
             recycles: Vec::new(),
             unread: BTreeMap::new(),
+            unencoded: Arc::default(),
             drain: None,
             effects: Vec::new(),
             next_number: 0,
@@ -168,6 +174,7 @@ impl Core {
                 Input::Call(call) => call(self, now),
                 Input::Signal(signal) => self.on_signal(signal, now),
                 Input::Left { job, listener } => self.left(&job, listener, now),
+                Input::Encoded => {} // what follows from it is looked at in each turn
                 Input::Reopened { job, submission } => self.reopened(&job, submission.map(|s| *s), now),
                 Input::ReductionsOpened { job, reductions } => self.reductions_opened(&job, reductions),
             }
@@ -181,6 +188,7 @@ impl Core {
             self.dirty = true;
         }
         self.finish_drain(now);
+        self.take_pieces(now);
         self.take_effects()
     }
 
@@ -285,6 +293,7 @@ impl Core {
             ("clients", self.shares.len()),
             ("listeners", jobs().map(|job| job.listeners.len()).sum()),
             ("latent leases", self.latents.leases()),
+            ("unencoded bytes", self.unencoded.bytes().0 as usize),
         ]
     }
 
@@ -333,6 +342,18 @@ impl Core {
         let late: Vec<(JobId, JobState)> = late.map(|job| (job.id.clone(), job.state.listed())).collect();
         for (id, state) in late {
             self.stop(&id, Error::Deadline { state }, now);
+        }
+    }
+
+    /// Takes what stages have delivered, so that they deliver more; where it is to be encoded, only while not too much waits for that.
+    fn take_pieces(&mut self, now: Instant) {
+        let is_full = self.unencoded.bytes() > self.settings.unencoded;
+        for card in &mut self.cards {
+            let job = card.in_flight.as_ref().and_then(|running| running.job.as_ref());
+            let job = job.and_then(|id| self.jobs.get(id));
+            if !(is_full && job.is_some_and(JobRecord::is_encoded)) {
+                card.take_pieces(now);
+            }
         }
     }
 

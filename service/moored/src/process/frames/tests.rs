@@ -179,6 +179,10 @@ fn commands() -> Vec<Command> {
     let others = vec![
         order(Work::Load(vec![component("vae")])),
         Command::Cancel(Ticket(u64::MAX)),
+        Command::Taken {
+            ticket: Ticket(7),
+            bytes: Bytes::gib(3),
+        },
         Command::Standing(Standing {
             pins: vec![("flux".to_owned(), ids())],
             holds: vec![("hold-1".to_owned(), ids())],
