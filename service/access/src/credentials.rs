@@ -81,8 +81,11 @@ impl Credentials {
             Some(credential) => self.endpoints.insert(endpoint.to_owned(), credential).is_some(),
             None => self.endpoints.remove(endpoint).is_some(),
         };
-        if let Some(folder) = file.parent() {
-            std::fs::create_dir_all(folder)?;
+        if let Some(folder) = file
+            .parent()
+            .filter(|folder| !folder.as_os_str().is_empty() && !folder.exists())
+        {
+            gpu::create_private_folder(folder)?;
         }
         let text = serde_json::to_string_pretty(&self)?;
         write_private(file, text.as_bytes())?;

@@ -138,6 +138,30 @@ impl Models {
         &self.settings.comfyui
     }
 
+    /// The folders that whoever runs a model reads: those that are configured, with what ComfyUI keeps beside its models, the hub cache,
+    /// the folders around models that are configured by path, and what ships with the project. This reads the
+    /// `extra_model_paths.yaml` files of ComfyUI. Some may not exist.
+    pub fn places(&self) -> Vec<PathBuf> {
+        let settings = &self.settings;
+        let mut places: Vec<PathBuf> = [&settings.folders[..], &settings.adapters].concat();
+        places.push(self.hub_cache.clone());
+        places.extend(settings.comfyui.iter().map(|folder| folder.join("models")));
+        for (_, folder) in self.places_of_comfyui() {
+            // Text encoders and autoencoders are in folders beside those of models.
+            places.extend(folder.parent().map(Path::to_owned));
+            places.push(folder);
+        }
+        places.extend(
+            settings
+                .paths
+                .values()
+                .filter_map(|path| path.parent().map(Path::to_owned)),
+        );
+        places.extend(settings.paths.values().cloned());
+        places.extend(scan::shipped_places());
+        places
+    }
+
     /// Problems of ComfyUI's `extra_model_paths.yaml` files.
     pub fn problems_of_comfyui(&self) -> Vec<String> {
         let places = self.settings.comfyui.iter().map(|folder| comfyui::places(folder));

@@ -17,6 +17,8 @@ pub struct Finding {
     pub what: &'static str,
     /// The finding, in words.
     pub found: String,
+    /// What was tried to find it, in words, each with its outcome. `--json` shows it.
+    pub tried: Vec<(String, String)>,
 }
 
 impl Finding {
@@ -26,6 +28,7 @@ impl Finding {
             well: true,
             what,
             found: found.into(),
+            tried: Vec::new(),
         }
     }
 
@@ -35,6 +38,7 @@ impl Finding {
             well: false,
             what,
             found: found.to_string(),
+            tried: Vec::new(),
         }
     }
 
@@ -54,7 +58,14 @@ pub(super) async fn run(program: &dyn Program, config: Config, as_json: bool) ->
     findings.push(service(&config).await);
     for finding in &findings {
         if as_json {
-            screen::json(&json!({"check": finding.what, "well": finding.well, "found": finding.found}))?;
+            let mut shown = json!({"check": finding.what, "well": finding.well, "found": finding.found});
+            if !finding.tried.is_empty() {
+                let tried = finding.tried.iter();
+                shown["tried"] = tried
+                    .map(|(what, outcome)| json!({"what": what, "outcome": outcome}))
+                    .collect();
+            }
+            screen::json(&shown)?;
         } else {
             let mark = if finding.well { "ok " } else { "BAD" };
             screen::text(&format!("{mark}  {:<9} {}", finding.what, finding.found))?;

@@ -96,6 +96,17 @@ pub struct ServiceSettings {
     pub max_message: Bytes,
     pub drain: Duration,
     pub state: PathBuf,
+    pub confine_workers: ConfineWorkers,
+}
+
+/// Whether workers are kept from what they do not need: files of others, sockets, other processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConfineWorkers {
+    /// As far as the kernel can, and the driver of an NVIDIA card works with it.
+    Auto,
+    /// Completely: a worker that cannot be does not start.
+    Always,
+    Never,
 }
 
 /// `[models]`.

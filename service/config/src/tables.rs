@@ -14,8 +14,9 @@ use residency::{Bytes, Policy};
 use super::layers::Bound;
 use super::reader::{MOST_MEMORY, Reader};
 use super::{
-    Address, CardSettings, ClientSettings, LimitSettings, LogSettings, ModelSettings, QuantizationSettings,
-    QueueSettings, ServiceSettings, SettingsOfModel, project_folders, state_folder, user_at_host,
+    Address, CardSettings, ClientSettings, ConfineWorkers, LimitSettings, LogSettings, ModelSettings,
+    QuantizationSettings, QueueSettings, ServiceSettings, SettingsOfModel, project_folders, state_folder,
+    user_at_host,
 };
 use crate::log_filter::check_filter;
 
@@ -46,6 +47,14 @@ impl ServiceSettings {
             max_message: r.size_within("service.max_message", LEAST_MESSAGE, MOST_MESSAGE),
             drain: r.duration("service.drain"),
             state,
+            confine_workers: r.choice(
+                "service.confine_workers",
+                &[
+                    ("auto", ConfineWorkers::Auto),
+                    ("always", ConfineWorkers::Always),
+                    ("never", ConfineWorkers::Never),
+                ],
+            ),
         }
     }
 }

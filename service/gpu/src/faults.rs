@@ -27,6 +27,8 @@ pub enum FaultAction {
     Poison,
     /// A tensor of the component stays allocated: at `unload` only.
     Leak,
+    /// The worker tries what one that a hostile checkpoint has taken over would, and logs what was refused.
+    Escape,
 }
 
 impl FaultAction {
@@ -38,6 +40,7 @@ impl FaultAction {
             FaultAction::Lose => "lose-at",
             FaultAction::Poison => "poison-at",
             FaultAction::Leak => "leak-at",
+            FaultAction::Escape => "escape-at",
         }
     }
 
@@ -49,6 +52,7 @@ impl FaultAction {
             FaultAction::Lose,
             FaultAction::Poison,
             FaultAction::Leak,
+            FaultAction::Escape,
         ]
         .into_iter()
         .find(|action| action.option() == option)

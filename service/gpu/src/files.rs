@@ -57,14 +57,15 @@ impl From<Metadata> for FileStamp {
     }
 }
 
-/// Makes a folder that only this user may open, whatever the umask. An existing folder is not changed.
+/// Makes a folder that only this user may open, whatever the umask, and the folders above it, in which only this user may write. An
+/// existing folder is not changed.
 ///
 /// # Errors
 /// The operating system's error; [`io::ErrorKind::PermissionDenied`] for an existing folder in which every user may write: they
 /// could put their files in place of ours.
 pub fn create_private_folder(folder: &Path) -> io::Result<()> {
     if let Some(above) = folder.parent() {
-        fs::create_dir_all(above)?;
+        DirBuilder::new().recursive(true).mode(0o755).create(above)?;
     }
     match DirBuilder::new().mode(0o700).create(folder) {
         Err(problem) if problem.kind() == io::ErrorKind::AlreadyExists && folder.is_dir() => {

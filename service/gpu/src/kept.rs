@@ -190,6 +190,15 @@ pub fn keep(plan: &LoadPlan, to: &Path, go_on: &dyn Fn() -> bool) -> Result<Byte
     write_copy(plan, file, folder, to, go_on)
 }
 
+/// Makes the folder for this user alone, if it is missing: whoever may write in it may exchange weights. One that is there may be shared,
+/// as whoever made it wants.
+fn make_folder(folder: &Path) -> std::io::Result<()> {
+    match folder.is_dir() {
+        true => Ok(()),
+        false => crate::create_private_folder(folder),
+    }
+}
+
 /// A temporary file, locked while it is being written, so that cleanup by other processes leaves it alone. Deleted
 /// when dropped.
 fn temporary(folder: &Path) -> std::io::Result<NamedTempFile> {
@@ -368,7 +377,7 @@ impl KeptFolder {
             uses: Arc::default(),
         };
         let failed = write_error(&kept.folder);
-        std::fs::create_dir_all(&kept.folder).map_err(&failed)?;
+        make_folder(&kept.folder).map_err(&failed)?;
         kept.remove_abandoned().map_err(&failed)?;
         Ok(kept)
     }
@@ -428,7 +437,7 @@ impl KeptFolder {
     pub fn keep(&self, key: &str, plan: &LoadPlan, go_on: &dyn Fn() -> bool) -> Result<PathBuf, KeepError> {
         let to = self.path_of(key);
         // The folder may have been deleted meanwhile.
-        std::fs::create_dir_all(&self.folder).map_err(write_error(&self.folder))?;
+        make_folder(&self.folder).map_err(write_error(&self.folder))?;
         self.make_room(kept_bytes(plan)?)?;
         keep(plan, &to, go_on)?;
         // Another process may have written a copy at the same time.

@@ -68,6 +68,6 @@ pub use simulated::{
     SimulatedAccounts, SimulatedCard, SimulatedClock, SimulatedSettings, SimulatedWorld, simulated_scratch,
 };
 pub use size::{SizeError, exact_bytes, parse_bytes};
-pub use system::{SystemMemory, SystemReader, end_process};
+pub use system::{SystemMemory, SystemReader, close_inherited, end_process, refuses_call};
 pub use tensors::{ComponentTensors, MissingTensor, QuantizedWeight, Weight, WeightStream, to_device};
 pub use timeline::Timeline;

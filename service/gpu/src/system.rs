@@ -1,5 +1,7 @@
 //! System memory: total, available, and release of freed memory.
 
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use residency::Bytes;
@@ -121,6 +123,45 @@ impl SystemReader {
         self.unlimited_since = limits.is_none().then(Instant::now);
         limits
     }
+}
+
+/// Closes all descriptors of this process but `keep` and those of standard input, output and error. It is to be called before the
+/// process has opened anything else: what is open then was left open by those who started the program.
+///
+/// # Errors
+/// The operating system's error: Linux has this since version 5.9.
+pub fn close_inherited(keep: BorrowedFd<'_>) -> io::Result<()> {
+    const FIRST: u32 = 3;
+    let keep = keep.as_raw_fd().unsigned_abs().max(FIRST - 1);
+    for (first, last) in [(FIRST, keep.saturating_sub(1)), (keep + 1, u32::MAX)] {
+        if first <= last {
+            close_between(first, last)?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(target_os = "linux")]
+fn close_between(first: u32, last: u32) -> io::Result<()> {
+    // SAFETY: the call reads no memory of ours; nothing of this process owns a descriptor yet but `keep`, as the caller knows.
+    match unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn close_between(_first: u32, _last: u32) -> io::Result<()> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+/// Whether the system answers a call with `EPERM`, before it has looked at the arguments: they are all -1, which no call takes.
+/// For tests of what a process may do. Calls without arguments, and those that take -1, would be carried out.
+pub fn refuses_call(number: libc::c_long) -> bool {
+    const NONE: libc::c_long = -1;
+    // SAFETY: there is no memory at -1, so a call that reads or writes there fails.
+    let answer = unsafe { libc::syscall(number, NONE, NONE, NONE, NONE, NONE, NONE) };
+    answer == -1 && io::Error::last_os_error().raw_os_error() == Some(libc::EPERM)
 }
 
 /// Ends the process at once, without destructors or exit handlers. Those of a GPU's libraries wait for the card,

@@ -4,12 +4,15 @@ use std::sync::Arc;
 
 use calls::{ModelRef, policy_name};
 use cli::Finding;
-use config::{CardSettings, Config};
+use config::{CardSettings, Config, ConfineWorkers};
 use engine::Error;
 use engine::library::Library;
 use gpu::{CardDescription, CardKind, DeviceChoice, DeviceSpec};
 use residency::Bytes;
 
+use crate::process::confinement::Places;
+use crate::process::confinement::tries::{Outcome, Tried};
+use crate::process::trial;
 use crate::program::{cards_of, models_of};
 use crate::serve::{self, ServeError};
 
@@ -18,6 +21,7 @@ pub(crate) async fn examine(config: Config) -> Vec<Finding> {
     let mut findings = cards(&config).await;
     findings.push(libraries());
     findings.push(state_folder(&config));
+    findings.extend(workers(&config).await);
     findings.push(cache_folder(&config));
     findings.extend(models(&config).await);
     findings
@@ -152,6 +156,63 @@ fn state_folder(config: &Config) -> Finding {
     )
 }
 
+/// How workers are confined: one that opens no card tries to do what they may not.
+async fn workers(config: &Config) -> Option<Finding> {
+    const WHAT: &str = "workers";
+    let (device, card) = first_card(config)?;
+    let mut settings = serve::worker_settings(config, &device, &card, config.service.listen);
+    let mut places = Places::new(
+        Arc::new(models_of(config)),
+        serve::beside_models(config, &device),
+        serve::secrets(config),
+    );
+    settings.confinement.read = places.grant().await;
+    let (held, tried) = match trial::run(settings, &serve::caches_of(&config.service)).await {
+        Ok(told) => told,
+        Err(problem) => return Some(Finding::bad(WHAT, problem)),
+    };
+    if config.service.confine_workers == ConfineWorkers::Never {
+        let found = "not confined, as service.confine_workers says: a model that took one over could read tokens and open sockets";
+        return Some(with_tries(Finding::good(WHAT, found), &tried));
+    }
+    let succeeded: Vec<&str> = tried
+        .iter()
+        .filter(|tried| tried.outcome == Outcome::Succeeded)
+        .map(|tried| tried.what.as_str())
+        .collect();
+    let refused = tried
+        .iter()
+        .filter(|tried| tried.outcome == Outcome::Refused)
+        .count();
+    // What the kernel lacks is no fault of this machine's configuration, and the finding names it.
+    let is_well = succeeded.is_empty() || !held.lacks.is_empty();
+    let found = match succeeded.is_empty() {
+        true => format!("{held}; of what a hostile one would do, all {refused} tries were refused"),
+        false => format!("{held}; a hostile one could: {}", succeeded.join(", ")),
+    };
+    let finding = match is_well {
+        true => Finding::good(WHAT, found),
+        false => Finding::bad(WHAT, found),
+    };
+    Some(with_tries(finding, &tried))
+}
+
+fn with_tries(finding: Finding, tried: &[Tried]) -> Finding {
+    let tried = tried
+        .iter()
+        .map(|tried| (tried.what.clone(), tried.outcome.to_string()))
+        .collect();
+    Finding { tried, ..finding }
+}
+
+/// The first of the configured cards that answers.
+fn first_card(config: &Config) -> Option<(DeviceSpec, CardDescription)> {
+    let found = DeviceChoice::resolve(&config.cards.devices).ok()?.devices;
+    found
+        .into_iter()
+        .find_map(|device| Some((device.clone(), device.describe().ok()?)))
+}
+
 /// The free space for downloads, on the disk of the folder or of its nearest existing parent.
 fn cache_folder(config: &Config) -> Finding {
     let folder = &config.hub.cache;
@@ -213,6 +274,7 @@ async fn models(config: &Config) -> Vec<Finding> {
                     well: matches!(error, Error::ModelUnsupported(_)) && models.is_of_hub(model),
                     what: "model",
                     found: format!("{}: {error}", model.id),
+                    tried: Vec::new(),
                 },
             });
         }

@@ -10,7 +10,7 @@ use access::{CertificatesError, TokenError};
 use calls::{
     Bounds, Host, KeepSettings, ModelRef, Models, Parts, Service, WorkerPids, first_card_of, millis,
 };
-use config::{CardSettings, Config};
+use config::{CardSettings, Config, ConfineWorkers, FileRead, ServiceSettings};
 use engine::library::Library;
 use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
@@ -28,8 +28,9 @@ use crate::locks::{LockError, Locks, worker_lock};
 use crate::memory;
 use crate::preload;
 use crate::process::WorkerSettings;
+use crate::process::confinement::{Confinement, Places, Strictness};
 use crate::process::frames::MOST_INPUT_BYTES;
-use crate::process::supervisor::{self, EarlyWorker};
+use crate::process::supervisor::{self, Caches, EarlyWorker};
 use crate::shutdown::shut_down;
 
 /// How long shutdown waits for a copy of quantized weights that is being written.
@@ -115,7 +116,8 @@ pub(crate) async fn run(
     check_exposure(&config.service, needs_token)?;
     let tls = tls_of(&config.service)?;
     timeline.part("token and folders");
-    let early = EarlyWorker::start();
+    let caches = caches_of(&config.service);
+    let early = EarlyWorker::start(&caches);
     let cards = find_cards(&config.cards).await?;
     timeline.part("find the cards");
     let descriptions: Vec<CardDescription> = cards.iter().map(|(_, card)| card.clone()).collect();
@@ -131,7 +133,17 @@ pub(crate) async fn run(
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
     calls::paths::set_folders(folders_of_models(&config));
-    let card_tasks = start_card_tasks(&config, &cards, early, &workers, &stopped_seen);
+    let families: Arc<dyn Families> = Arc::new(pipelines::families());
+    let models = Models::new(config.models.clone(), config.hub.cache.clone(), families.clone());
+    let models = Arc::new(models);
+    let common = CommonToCards {
+        models: models.clone(),
+        caches,
+        address,
+        workers: workers.clone(),
+        stopped: stopped_seen.clone(),
+    };
+    let card_tasks = start_card_tasks(&config, &cards, early, &common);
     let is_desktop = cards.iter().any(|(device, _)| device.drives_display());
     let queue = start_queue(
         &config,
@@ -142,9 +154,6 @@ pub(crate) async fn run(
         card_tasks.signals,
     );
     timeline.part("library, queue");
-    let families: Arc<dyn Families> = Arc::new(pipelines::families());
-    let models = Models::new(config.models.clone(), config.hub.cache.clone(), families.clone());
-    let models = Arc::new(models);
     let host = Arc::new(Host::new());
     tokio::spawn(calls::watch_host(host.clone(), workers.clone()));
     let service = Service::new(Parts {
@@ -395,12 +404,21 @@ struct CardTasks {
     tasks: Vec<JoinHandle<()>>,
 }
 
+/// What the tasks of all cards get.
+struct CommonToCards {
+    models: Arc<Models>,
+    caches: Caches,
+    /// Where the service listens.
+    address: SocketAddr,
+    workers: WorkerPids,
+    stopped: watch::Receiver<bool>,
+}
+
 fn start_card_tasks(
     config: &Config,
     cards: &[(DeviceSpec, CardDescription)],
     mut early: EarlyWorker,
-    workers: &WorkerPids,
-    stopped: &watch::Receiver<bool>,
+    common: &CommonToCards,
 ) -> CardTasks {
     let (signals, received) = mpsc::unbounded_channel();
     let mut card_tasks = CardTasks {
@@ -410,31 +428,144 @@ fn start_card_tasks(
     };
     for (index, (device, card)) in cards.iter().enumerate() {
         let memory = config.cards.memory_of(card);
+        if matches!(device, DeviceSpec::Cuda(_)) && config.service.confine_workers != ConfineWorkers::Never {
+            make_device_files();
+        }
         tracing::info!(card = card.id, name = card.name, total = %card.total, profile = %config.cards.profile_of(card),
             %memory, "using card");
-        let settings = WorkerSettings {
-            device: device.clone(),
-            headroom: config.cards.headroom,
-            host_memory: config.cards.host_memory,
-            memory,
-            log: config.log.clone(),
-            lock_file: worker_lock(&config.service.state, card),
-            plans_folder: config.service.state.join("plans"),
-            fp8_products: config.cards.fp8_products,
-        };
         let (slot, task) = supervisor::start_card(
             index,
             card.clone(),
-            settings,
-            early.take(),
+            supervisor::Workers {
+                settings: worker_settings(config, device, card, common.address),
+                places: Places::new(
+                    common.models.clone(),
+                    beside_models(config, device),
+                    secrets(config),
+                ),
+                caches: common.caches.clone(),
+                early: early.take(),
+            },
             signals.clone(),
-            workers.clone(),
-            stopped.clone(),
+            common.workers.clone(),
+            common.stopped.clone(),
         );
         card_tasks.slots.push(slot);
         card_tasks.tasks.push(task);
     }
     card_tasks
+}
+
+/// The settings of a card's workers. The places of models are added when one is started.
+pub(crate) fn worker_settings(
+    config: &Config,
+    device: &DeviceSpec,
+    card: &CardDescription,
+    address: SocketAddr,
+) -> WorkerSettings {
+    let state = absolute(&config.service.state);
+    let plans_folder = state.join("plans");
+    let strictness = match config.service.confine_workers {
+        ConfineWorkers::Auto | ConfineWorkers::Always => Strictness::All,
+        ConfineWorkers::Never => Strictness::None,
+    };
+    let caches = caches_of(&config.service).0;
+    let drives_nvidia = matches!(device, DeviceSpec::Cuda(_));
+    let confinement = Confinement {
+        strictness,
+        is_required: config.service.confine_workers == ConfineWorkers::Always,
+        drives_nvidia,
+        read: Vec::new(),
+        write: match drives_nvidia {
+            true => std::iter::once(plans_folder.clone()).chain(caches).collect(),
+            false => Vec::new(),
+        },
+        never: match world_of(device) {
+            // Tests exchange the file of a simulated world, which may be beside the state folder: that cannot be cut out then.
+            Some(_) => Vec::new(),
+            None => secrets(config),
+        },
+        service: address,
+    };
+    WorkerSettings {
+        device: device.clone(),
+        headroom: config.cards.headroom,
+        host_memory: config.cards.host_memory,
+        memory: config.cards.memory_of(card),
+        log: config.log.clone(),
+        lock_file: worker_lock(&config.service.state, card),
+        plans_folder,
+        fp8_products: config.cards.fp8_products,
+        confinement,
+    }
+}
+
+/// Where the libraries of workers keep what they have compiled: in the state folder, unless a variable names another place.
+pub(crate) fn caches_of(service: &ServiceSettings) -> Caches {
+    if service.confine_workers == ConfineWorkers::Never {
+        return Caches::default();
+    }
+    let own = || absolute(&service.state).join("compiled");
+    Caches(Some(
+        config::variable("CUDA_CACHE_PATH").map_or_else(own, PathBuf::from),
+    ))
+}
+
+/// What a worker reads beside models.
+pub(crate) fn beside_models(config: &Config, device: &DeviceSpec) -> Vec<PathBuf> {
+    let kept = config.quantization.keep_folder.iter().cloned();
+    let world = world_of(device).and_then(|file| file.parent().map(absolute));
+    kept.map(|folder| absolute(&folder)).chain(world).collect()
+}
+
+/// The file of a simulated world.
+fn world_of(device: &DeviceSpec) -> Option<&Path> {
+    match device {
+        DeviceSpec::Simulated(settings) => settings.world.as_deref(),
+        DeviceSpec::Cpu { .. } | DeviceSpec::Cuda(_) => None,
+    }
+}
+
+/// What no worker may read: the state of the service, its configuration, tokens, keys.
+pub(crate) fn secrets(config: &Config) -> Vec<PathBuf> {
+    let file = match &config.file {
+        FileRead::Read(file) => Some(file.clone()),
+        FileRead::NoneAt(_) => None,
+    };
+    let certificates = config.service.certificates.iter();
+    let of_client = &config.client;
+    let secrets = std::iter::once(config.service.state.clone())
+        .chain(file)
+        .chain(config.service.token_file.clone())
+        .chain(certificates.map(|certificates| certificates.key.clone()))
+        .chain(of_client.token_file.clone())
+        .chain(of_client.credentials.clone())
+        .chain(of_client.certificate.iter().map(|(_, key)| key.clone()))
+        .chain(config.hub.token.file().map(Path::to_owned));
+    let secrets = secrets.map(|secret| absolute(&secret));
+    secrets
+        .map(|secret| secret.canonicalize().unwrap_or(secret))
+        .collect()
+}
+
+fn absolute(path: impl AsRef<Path>) -> PathBuf {
+    let path = path.as_ref();
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
+}
+
+/// Has the driver's own program load its module of unified memory and make the files of its devices, where they are missing: usually
+/// the first process that opens a card has that done, and a confined worker cannot run a program.
+fn make_device_files() {
+    if Path::new("/dev/nvidia-uvm").exists() {
+        return;
+    }
+    let made = std::process::Command::new("nvidia-modprobe")
+        .args(["-u", "-c=0"])
+        .status();
+    tracing::info!(
+        ?made,
+        "the files of NVIDIA's devices were missing: nvidia-modprobe was asked to make them"
+    );
 }
 
 fn start_queue(
@@ -481,7 +612,6 @@ fn folders_of_models(config: &Config) -> Vec<PathBuf> {
         .chain(&config.models.comfyui)
         .cloned()
         .chain([config.hub.cache.clone()]);
-    let absolute = |folder: PathBuf| std::path::absolute(&folder).unwrap_or(folder);
     folders.chain(apart).map(absolute).collect()
 }
 

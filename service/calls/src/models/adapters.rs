@@ -11,7 +11,7 @@ use model::{AdapterFile, AdapterKind, AdapterUse, Families, StrengthCurve, adapt
 use super::Models;
 use super::comfyui::Meaning;
 use super::names::{self, Named};
-use super::scan::{children, hub_model, is_pipeline, shipped_folder};
+use super::scan::{SHIPPED_ADAPTERS, children, hub_model, is_pipeline, shipped_folder};
 use crate::errors::{invalid, too_many};
 use crate::references::AskedAdapter;
 
@@ -171,7 +171,7 @@ impl Models {
                 found.extend(of_hub(families, &repository, &id, &holds_transformer));
             }
         }
-        if let Some(folder) = shipped_folder("demo/adapters") {
+        if let Some(folder) = shipped_folder(SHIPPED_ADAPTERS) {
             scan(families, &folder, SHIPPED, 1, &mut found);
         }
         let mut listed = names::distinct(found.into_iter());

@@ -30,6 +30,15 @@ pub(super) fn shipped_models(families: &dyn Families) -> impl Iterator<Item = (&
     there.filter(|(_, folder)| is_pipeline(families, folder))
 }
 
+/// The folders that ship with the project and are installed.
+pub(super) fn shipped_places() -> impl Iterator<Item = PathBuf> {
+    let folders = SHIPPED.into_iter().map(|(_, folder)| folder);
+    folders.chain([SHIPPED_ADAPTERS]).filter_map(shipped_folder)
+}
+
+/// The folder of adapters that ship with the project.
+pub(super) const SHIPPED_ADAPTERS: &str = "demo/adapters";
+
 /// A folder that ships with the project: beside the program, where it is installed to (`share/moored` of the same prefix),
 /// in the current folder, or in the checkout that it was built in.
 pub(super) fn shipped_folder(name: &str) -> Option<PathBuf> {

@@ -75,12 +75,16 @@ impl Clock for SystemClock {
     }
 }
 
-/// Carries out injected faults that end or block the process.
+/// Carries out injected faults of the process.
 pub trait Faults {
     /// Ends the process at once, like a crash. If it returns, the card counts as lost.
     fn die(&self, place: &str);
     /// Blocks forever, ignoring cancellation. If it returns, the card continues.
     fn hang(&self, place: &str);
+    /// Tries what a process that strangers have taken over would; nothing, where there is no process to escape from.
+    fn escape(&self, place: &str) {
+        let _ = place;
+    }
 }
 
 impl fmt::Debug for dyn Faults {

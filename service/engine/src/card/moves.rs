@@ -372,6 +372,10 @@ impl Card {
                 self.faults.hang(place);
                 Ok(())
             }
+            Some(FaultAction::Escape) => {
+                self.faults.escape(place);
+                Ok(())
+            }
             Some(FaultAction::Die) => {
                 self.faults.die(place);
                 Err(MoveError::Lost(format!(

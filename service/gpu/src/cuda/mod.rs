@@ -707,7 +707,7 @@ impl Gpu for CudaCard {
                 }
             }
             FaultAction::Lose => self.lost = Some(format!("its settings say so, at {place}")),
-            FaultAction::Die | FaultAction::Hang | FaultAction::Leak => {}
+            FaultAction::Die | FaultAction::Hang | FaultAction::Leak | FaultAction::Escape => {}
         }
         Some(action)
     }

@@ -46,7 +46,7 @@ pub struct SimulatedSettings {
     pub world: Option<PathBuf>,
     /// `fail-load`: which loads fail, and how. May be repeated.
     pub fail_loads: Vec<FailLoad>,
-    /// `die-at`, `hang-at`, `lose-at`, `poison-at`, `leak-at`: faults to inject. May be repeated.
+    /// `die-at`, `hang-at`, `lose-at`, `poison-at`, `leak-at`, `escape-at`: faults to inject. May be repeated.
     pub faults: Vec<Fault>,
     /// `die-generations`: number of generations of the card, from the first, in which faults happen, so that a
     /// restarted worker lives. Default 1; 0 for never.
@@ -86,7 +86,7 @@ pub enum SettingsError {
     /// An unknown option.
     #[error(
         "a simulated card has no option {given:?}; there are speed=, disk=, compute=, capability=, lag=, release=, largest=, foreign=, context=, workspaces=, \
-         slack=keep, remaps=no, fail-load=, die-at=, hang-at=, lose-at=, poison-at=, leak-at=, die-generations=, world=, \
+         slack=keep, remaps=no, fail-load=, die-at=, hang-at=, lose-at=, poison-at=, leak-at=, escape-at=, die-generations=, world=, \
          index="
     )]
     UnknownOption { given: String },

@@ -11,9 +11,14 @@ use pipelines::Fp8Products;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
+use confinement::tries::Tried;
+use confinement::{Confinement, Held};
+
+pub(crate) mod confinement;
 pub(crate) mod frames;
 mod inputs;
 pub(crate) mod supervisor;
+pub(crate) mod trial;
 pub(crate) mod worker;
 
 /// Configuration of a card's workers, sent to each at its start.
@@ -35,6 +40,8 @@ pub(crate) struct WorkerSettings {
     pub(crate) plans_folder: PathBuf,
     /// Which quantized weights are multiplied in fp8; the supervisor predicts scratch by the same.
     pub(crate) fp8_products: Fp8Products,
+    /// What it may do.
+    pub(crate) confinement: Confinement,
 }
 
 /// The first frame to a worker.
@@ -44,11 +51,17 @@ pub(crate) struct Configuration {
     pub(crate) generation: u64,
     /// The configuration common to the card's workers.
     pub(crate) settings: WorkerSettings,
+    /// Whether it opens no card, and tells what it was refused, as `moored doctor` asks.
+    pub(crate) is_trial: bool,
 }
 
 /// Messages of a worker.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum FromWorker {
+    /// How it is confined: the first message, before it opens its card.
+    Confined(Held),
+    /// What a trial was refused.
+    Tried(Vec<Tried>),
     /// An event of its card.
     Event(Event),
     /// It cannot open its card, or has lost it, and exits: the reason, for display.

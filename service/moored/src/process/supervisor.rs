@@ -3,6 +3,7 @@
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -18,6 +19,7 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 use tokio_util::codec::FramedRead;
 
+use super::confinement::{Held, Places, Strictness};
 use super::frames::{self, FrameError, Frames};
 use super::inputs::RecentInputs;
 use super::{Configuration, FromWorker, WorkerSettings};
@@ -65,8 +67,8 @@ pub(crate) struct EarlyWorker(Option<Child>);
 
 impl EarlyWorker {
     /// Starts it. If that fails, the task of its card tries again, and reports the error.
-    pub(crate) fn start() -> EarlyWorker {
-        EarlyWorker(spawn().ok())
+    pub(crate) fn start(caches: &Caches) -> EarlyWorker {
+        EarlyWorker(spawn(caches).ok())
     }
 
     /// Takes the process out of `self`.
@@ -75,13 +77,26 @@ impl EarlyWorker {
     }
 }
 
+/// Where the libraries of a confined worker keep what they have compiled. In the user's own folder, what a worker that was taken over
+/// writes would be run by other programs.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Caches(pub(crate) Option<PathBuf>);
+
+/// How the workers of one card are started.
+pub(crate) struct Workers {
+    pub(crate) settings: WorkerSettings,
+    pub(crate) places: Places,
+    pub(crate) caches: Caches,
+    /// The first one, if it was started early.
+    pub(crate) early: EarlyWorker,
+}
+
 /// Starts the task of one card, which takes the early worker or starts one, and starts another whenever it ends, until the
 /// queue drops the slot or the service ends: then the task ends once its worker has.
 pub(crate) fn start_card(
     card: usize,
     description: CardDescription,
-    settings: WorkerSettings,
-    early: EarlyWorker,
+    workers: Workers,
     signals: mpsc::UnboundedSender<CardSignal>,
     pids: WorkerPids,
     ending: watch::Receiver<bool>,
@@ -89,11 +104,15 @@ pub(crate) fn start_card(
     let (requests, receiver) = mpsc::unbounded_channel();
     let card_task = CardTask {
         card,
-        settings,
+        strictness: workers.settings.confinement.strictness,
+        settings: workers.settings,
+        places: workers.places,
+        caches: workers.caches,
+        is_ready: false,
         signals,
         requests: receiver,
         generation: 0,
-        early,
+        early: workers.early,
         pids,
         ending,
     };
@@ -109,6 +128,12 @@ pub(crate) fn start_card(
 struct CardTask {
     card: usize,
     settings: WorkerSettings,
+    /// How far the next worker is confined.
+    strictness: Strictness,
+    places: Places,
+    caches: Caches,
+    /// Whether the worker of now has been ready.
+    is_ready: bool,
     signals: mpsc::UnboundedSender<CardSignal>,
     requests: mpsc::UnboundedReceiver<Request>,
     generation: u64,
@@ -138,6 +163,7 @@ impl CardTask {
                 End::ServiceStopping => return self.stop_worker(worker).await,
                 End::Died(reason) => reason,
             };
+            self.confine_less_if_it_did_not_start();
             if started.elapsed() >= BACK_OFF_RESET_UPTIME {
                 back_off = FIRST_BACK_OFF;
             }
@@ -157,6 +183,24 @@ impl CardTask {
                 return;
             }
         }
+    }
+
+    /// A driver may need what a confined worker is denied. A worker that was never ready has had no order yet, so no checkpoint has a
+    /// say in this.
+    fn confine_less_if_it_did_not_start(&mut self) {
+        let confinement = &self.settings.confinement;
+        let may_be_less = confinement.drives_nvidia
+            && !confinement.is_required
+            && confinement.strictness != Strictness::None;
+        if self.is_ready || !may_be_less {
+            return;
+        }
+        self.strictness = self.strictness.less();
+        tracing::warn!(
+            card = self.card,
+            confined = %self.strictness,
+            "the worker did not start, perhaps because it is confined: the next one is confined otherwise (service.confine_workers = \"always\" keeps it so)"
+        );
     }
 
     /// Reports a lost worker to the queue, then waits until its process has exited: its successor cannot open the card
@@ -232,7 +276,7 @@ impl CardTask {
     async fn run_worker(&mut self) -> (End, Option<Child>) {
         let child = match self.early.0.take() {
             Some(early) => Ok(early),
-            None => spawn(),
+            None => spawn(&self.caches),
         };
         let mut child = match child {
             Ok(child) => child,
@@ -249,6 +293,7 @@ impl CardTask {
         widen(&stdin);
         widen(&stdout);
         self.pids.set(self.card, child.id());
+        self.is_ready = false;
         let end = self.carry(stdin, stdout, &mut child).await;
         (end, Some(child))
     }
@@ -256,11 +301,11 @@ impl CardTask {
     /// Carries frames both ways until one side ends. A task of its own writes: a worker that does not read must not
     /// delay the request to replace it.
     async fn carry(&mut self, stdin: ChildStdin, stdout: ChildStdout, child: &mut Child) -> End {
-        let (commands, mut writing) = start_writer(stdin, self.configuration());
+        let configuration = self.configuration().await;
+        let (commands, mut writing) = start_writer(stdin, configuration);
         let mut from_worker = FramedRead::new(stdout, Frames::<FromWorker>::new());
         let start_limit = tokio::time::sleep(START_LIMIT);
         tokio::pin!(start_limit);
-        let mut is_ready = false;
         let mut timeline = Timeline::begin("worker, as its supervisor sees it");
         let end = loop {
             tokio::select! {
@@ -269,6 +314,9 @@ impl CardTask {
                 request = self.requests.recv() => match request {
                     None => break End::ServiceStopping,
                     Some(Request::Send(command)) => {
+                        if self.is_confined_by_files() && self.places.lacks(&command).await {
+                            break End::Died("it is started again, so that it may read a model elsewhere".to_owned());
+                        }
                         let _ = commands.send(command); // the end of the writer is handled below
                     }
                     Some(Request::Recycle(reason)) => break End::Died(format!("recycled: {reason}")),
@@ -277,9 +325,11 @@ impl CardTask {
                     None => break End::Died(String::new()),
                     Some(Err(problem)) => break End::Died(problem.to_string()),
                     Some(Ok(FromWorker::Refused(why))) => break End::Died(why),
+                    Some(Ok(FromWorker::Confined(held))) => self.note(&held),
+                    Some(Ok(FromWorker::Tried(_))) => {}
                     Some(Ok(FromWorker::Event(event))) => {
                         if matches!(event, Event::Ready { .. }) {
-                            is_ready = true;
+                            self.is_ready = true;
                             timeline.part("from its start until it is ready");
                         }
                         self.pass_on(event, child);
@@ -293,7 +343,7 @@ impl CardTask {
                     break End::Died(problem);
                 }
                 () = ended(&mut self.ending) => break End::ServiceStopping,
-                () = &mut start_limit, if !is_ready => {
+                () = &mut start_limit, if !self.is_ready => {
                     break End::Died(format!("it was not ready within {} s", START_LIMIT.as_secs()));
                 }
             }
@@ -306,10 +356,36 @@ impl CardTask {
     }
 
     /// The first frame to a worker.
-    fn configuration(&self) -> Configuration {
+    async fn configuration(&mut self) -> Configuration {
+        let mut settings = self.settings.clone();
+        settings.confinement.strictness = self.strictness;
+        if self.is_confined_by_files() {
+            settings.confinement.read = self.places.grant().await;
+        }
         Configuration {
             generation: self.generation,
-            settings: self.settings.clone(),
+            settings,
+            is_trial: false,
+        }
+    }
+
+    fn is_confined_by_files(&self) -> bool {
+        self.strictness == Strictness::All
+    }
+
+    /// Logs how a worker is confined. Where files are not, it could read this process's memory by them, unless that is closed too.
+    fn note(&self, held: &Held) {
+        let asked = self.settings.confinement.strictness != Strictness::None;
+        if asked && held.landlock.is_none() {
+            close_own_memory();
+        }
+        match asked && !held.lacks.is_empty() {
+            true => {
+                tracing::warn!(card = self.card, generation = self.generation, %held, "the worker is confined in part")
+            }
+            false => {
+                tracing::info!(card = self.card, generation = self.generation, %held, "confinement of the worker")
+            }
         }
     }
 
@@ -359,11 +435,23 @@ fn widen(pipe: &impl AsFd) {
     }
 }
 
+/// Closes the memory and the variables of this process to other processes of the same user, debuggers among them.
+fn close_own_memory() {
+    #[cfg(target_os = "linux")]
+    if let Err(error) = rustix::process::set_dumpable_behavior(rustix::process::DumpableBehavior::NotDumpable)
+    {
+        tracing::warn!(%error, "the service's memory stays open to processes of the same user");
+    }
+}
+
 /// Starts this binary as a worker. It has a process group of its own, so that a Ctrl-C in the terminal
 /// reaches the supervisor alone, which then drains.
-fn spawn() -> std::io::Result<Child> {
+pub(super) fn spawn(caches: &Caches) -> std::io::Result<Child> {
     let mut worker = tokio::process::Command::new(std::env::current_exe()?);
     worker.env_clear().envs(config::variables_of_workers());
+    if let Some(folder) = &caches.0 {
+        worker.env("CUDA_CACHE_PATH", folder);
+    }
     worker
         .arg("worker")
         .stdin(Stdio::piped())

@@ -7,10 +7,13 @@ use std::os::fd::AsFd as _;
 use std::path::Path;
 use std::sync::mpsc;
 
-use engine::card::{Card, CardCommands, CardError, CardSettings, CardThread, SystemClock, ThreadEnd};
+use engine::card::{
+    Card, CardCommands, CardError, CardSettings, CardThread, Faults, ProcessFaults, SystemClock, ThreadEnd,
+};
 use engine::messages::{Event, Progress};
 use gpu::{DeviceSpec, GpuError, OpenError, Timeline};
 
+use super::confinement::{self, Confinement, Strictness, tries};
 use super::frames::{self, FrameError};
 use super::inputs::{RecentInputs, SentCommand};
 use super::{Configuration, FromWorker};
@@ -47,6 +50,14 @@ fn serve() -> Result<i32, FrameError> {
     let Some(configuration) = frames::read::<Configuration>(&mut pipe)? else {
         return Ok(SUCCESS);
     };
+    let closed = close_inherited(&configuration.settings.confinement, &output);
+    // The lock is a file of the state folder, which the worker cannot read later.
+    let lock = match configuration.is_trial {
+        true => Ok(None),
+        false => lock(configuration.settings.lock_file.as_deref()),
+    };
+    // Before the first other thread, of which the log has one.
+    let confined = closed.and_then(|()| confinement::apply(&configuration.settings.confinement));
     telemetry::start(&configuration.settings.log);
     timeline.part("wait for its configuration");
     telemetry::log_start_time("worker process");
@@ -54,7 +65,17 @@ fn serve() -> Result<i32, FrameError> {
     let refuse = |why: String| {
         let _ = events.send(Frame::Of(Box::new(FromWorker::Refused(why)))); // an error means that the supervisor is gone
     };
-    let _lock = match lock(configuration.settings.lock_file.as_deref()) {
+    match confined {
+        Ok(held) => drop(events.send(Frame::Of(Box::new(FromWorker::Confined(held))))),
+        Err(why) => {
+            refuse(why);
+            return Ok(flush_then_fail(&events));
+        }
+    }
+    if configuration.is_trial {
+        return Ok(try_all(configuration.settings.confinement, &events));
+    }
+    let _lock = match lock {
         Ok(lock) => lock,
         Err(why) => {
             refuse(why);
@@ -74,6 +95,50 @@ fn serve() -> Result<i32, FrameError> {
         ThreadEnd::Panicked => refuse("the card's thread panicked".to_owned()),
     }
     Ok(flush_then_fail(&events))
+}
+
+/// Closes what those who started the service left open.
+///
+/// # Errors
+/// When that is required and the system cannot. For people.
+fn close_inherited(confinement: &Confinement, output: &File) -> Result<(), String> {
+    if confinement.strictness == Strictness::None {
+        return Ok(());
+    }
+    match gpu::close_inherited(output.as_fd()) {
+        Err(error) if confinement.is_required => Err(format!(
+            "descriptors that were left open to the worker cannot be closed: {error}"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Tries what a hostile checkpoint would, and tells what was refused: on another thread, as a card has.
+fn try_all(confinement: Confinement, events: &mpsc::Sender<Frame>) -> i32 {
+    let tried = std::thread::spawn(move || tries::try_all(&confinement)).join();
+    let _ = events.send(Frame::Of(Box::new(FromWorker::Tried(tried.unwrap_or_default()))));
+    flush(events);
+    SUCCESS
+}
+
+/// Carries out injected faults in a worker.
+#[derive(Debug)]
+struct WorkerFaults(Confinement);
+
+impl Faults for WorkerFaults {
+    fn die(&self, place: &str) {
+        ProcessFaults.die(place);
+    }
+
+    fn hang(&self, place: &str) {
+        ProcessFaults.hang(place);
+    }
+
+    fn escape(&self, place: &str) {
+        for tried in tries::try_all(&self.0) {
+            tracing::error!(place, what = tried.what, outcome = %tried.outcome, "an injected fault tries to escape");
+        }
+    }
 }
 
 /// The pipe to the supervisor, moved away from standard output, which is the log from here on: the supervisor would read
@@ -163,9 +228,12 @@ fn flush_then_fail(events: &mpsc::Sender<Frame>) -> i32 {
 }
 
 fn start_card(configuration: Configuration, events: mpsc::Sender<Frame>) -> Result<CardThread, FrameError> {
-    let Configuration { generation, settings } = configuration;
+    let Configuration {
+        generation, settings, ..
+    } = configuration;
     pipelines::keep_plans_in(&settings.plans_folder);
     pipelines::set_fp8_products(settings.fp8_products);
+    let confinement = settings.confinement;
     let open = move || {
         if matches!(settings.device, DeviceSpec::Cuda(_)) {
             // Loads them while the driver starts; the result is cached.
@@ -184,7 +252,8 @@ fn start_card(configuration: Configuration, events: mpsc::Sender<Frame>) -> Resu
             slack_limit: memory.slack_limit,
             ..CardSettings::default()
         };
-        Card::new(gpu, pipelines::families(), settings, Box::new(SystemClock::new()))
+        let card = Card::new(gpu, pipelines::families(), settings, Box::new(SystemClock::new()))?;
+        Ok(card.with_faults(Box::new(WorkerFaults(confinement))))
     };
     let emit = move |event| {
         let begins = matches!(

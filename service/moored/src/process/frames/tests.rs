@@ -17,6 +17,8 @@ use residency::{
     ReservationId, StageNeed, WaitCause,
 };
 
+use super::super::confinement::tries::{self, Tried};
+use super::super::confinement::{Confinement, Held, Strictness};
 use super::super::{Configuration, FromWorker, WorkerSettings};
 use super::*;
 use crate::edits::Changes;
@@ -408,7 +410,24 @@ fn from_worker() -> Vec<FromWorker> {
     );
     events.extend(outcomes().into_iter().map(finished));
     events.extend(answers.map(|answer| Event::Answer { id: 5, answer }));
-    let mut messages = vec![FromWorker::Refused("its card is held by process 12".to_owned())];
+    let tried = |what: &str, outcome| Tried {
+        what: what.to_owned(),
+        outcome,
+    };
+    let mut messages = vec![
+        FromWorker::Refused("its card is held by process 12".to_owned()),
+        FromWorker::Confined(Held {
+            landlock: Some(7),
+            places: 3,
+            denies_calls: true,
+            lacks: vec!["a part".to_owned()],
+        }),
+        FromWorker::Tried(vec![
+            tried("a file", tries::Outcome::Refused),
+            tried("a socket", tries::Outcome::Succeeded),
+            tried("a program", tries::Outcome::Failed("it is not there".to_owned())),
+        ]),
+    ];
     messages.extend(events.into_iter().map(FromWorker::Event));
     messages
 }
@@ -426,15 +445,26 @@ fn configurations() -> [Configuration; 2] {
         lock_file: lock_file.map(PathBuf::from),
         plans_folder: PathBuf::from("/state/plans"),
         fp8_products: Fp8Products::Always,
+        confinement: Confinement {
+            strictness: Strictness::All,
+            is_required: true,
+            drives_nvidia: false,
+            read: vec![PathBuf::from("/models")],
+            write: vec![PathBuf::from("/state/plans")],
+            never: vec![PathBuf::from("/state")],
+            service: "127.0.0.1:50051".parse().unwrap(),
+        },
     };
     [
         Configuration {
             generation: 1,
             settings: settings("cuda:GPU-8f2c", Some("/state/GPU-8f2c.worker")),
+            is_trial: false,
         },
         Configuration {
             generation: 2,
             settings: settings("sim:24GiB", None),
+            is_trial: true,
         },
     ]
 }
