@@ -13,6 +13,7 @@ use model::{Image, InitImage, Medium, Model, Request, Role};
 use residency::Bytes;
 use tokio::sync::watch;
 
+use crate::allowance::check_models;
 use crate::asked::{Asked, StartFrom, check_output};
 use crate::bounds::Bounds;
 use crate::budget::{Budget, Taken};
@@ -196,9 +197,21 @@ impl Generation {
     }
 
     /// Puts a job into the queue, if its caller's token may have it. Every job of a caller comes by here.
-    pub(crate) async fn submit(&self, spec: JobSpec, caller: &Caller) -> Result<Job, Error> {
+    pub(crate) async fn submit(&self, mut spec: JobSpec, caller: &Caller) -> Result<Job, Error> {
         let (allowances, holder) = (&self.bounds.allowances, caller.holder());
-        let amounts = allowances.admit(&spec, holder)?;
+        check_models(&spec, holder)?;
+        let amounts = match allowances.admit(&spec, holder) {
+            // A request that is sent again asks for nothing new if its job is there: it was counted the first time. Without places for
+            // more jobs it can join that job, and nothing else.
+            Err(refused) if !spec.options.idempotency_key.is_empty() => {
+                spec.options.most_jobs = Some(0);
+                return match self.queue.submit(spec).await {
+                    Err(Error::TokenLimit { .. }) => Err(refused),
+                    joined => joined,
+                };
+            }
+            amounts => amounts?,
+        };
         let job = self.queue.submit(spec).await;
         if job.as_ref().map_or(true, |job| job.joined) {
             allowances.forget(amounts, holder);

@@ -10,6 +10,7 @@ use engine::library::Library;
 use gpu::{CardDescription, CardKind, DeviceChoice, DeviceSpec};
 use residency::Bytes;
 
+use crate::examine_access::access;
 use crate::program::{cards_of, models_of};
 use crate::serve::{self, ServeError};
 
@@ -18,6 +19,7 @@ pub(crate) async fn examine(config: Config) -> Vec<Finding> {
     let mut findings = cards(&config).await;
     findings.push(libraries());
     findings.push(state_folder(&config));
+    findings.extend(access(&config));
     findings.push(cache_folder(&config));
     findings.extend(models(&config).await);
     findings

@@ -20,7 +20,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
-use crate::credentials::{Lacks, check_exposure, tls_of, tokens_of};
+use crate::credentials::{Lacks, check_exposure, end_withdrawn, tls_of, tokens_of};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::memory;
 use crate::preload;
@@ -149,6 +149,7 @@ pub(crate) async fn run(
         media_ttl: config.queue.latent_ttl,
         stopping: stopping_seen,
     });
+    tokio::spawn(end_withdrawn(tokens.clone(), queue.clone()));
     let settings = GrpcSettings {
         limits: config.limits.clone(),
         gate: Gate::new(tokens),

@@ -321,11 +321,14 @@ fn scratch_is_measured_kept_and_trimmed() {
 
 #[test]
 fn scratch_of_no_bytes_holds_no_range() {
-    let b = bench("1GiB,slack=keep,remaps=no");
+    let mut b = bench("1GiB,slack=keep,remaps=no");
     let empty = b.card.use_scratch(Bytes::ZERO).unwrap();
     let used = b.card.use_scratch(Bytes::mib(1)).unwrap();
     drop(empty);
-    assert_eq!((b.card.accounts().scratch, b.card.accounts().slack), (used.bytes(), Bytes::ZERO));
+    assert_eq!(
+        (b.card.accounts().scratch, b.card.accounts().slack),
+        (used.bytes(), Bytes::ZERO)
+    );
     let layout = b.card.memory().unwrap().layout.unwrap();
     let mut in_use = layout.used().iter().filter(|range| range.owner == Owner::Scratch);
     assert_eq!(in_use.next().map(|range| range.bytes), Some(used.bytes()));
