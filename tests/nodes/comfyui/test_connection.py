@@ -248,7 +248,7 @@ def test_a_host_name_may_begin_like_a_socket_address(connection: Any, settings: 
 
 
 def test_an_invalid_address_is_reported(connection: Any, settings: Settings) -> None:
-    with pytest.raises(moored.InvalidRequest, match="write https://host:port"):
+    with pytest.raises(moored.InvalidRequest, match="write host:port or https://host:port"):
         connection.target(connection.Server("https://box/path"))
 
 

@@ -425,6 +425,7 @@ async fn a_withdrawn_token_has_no_jobs_and_no_holds_and_others_keep_theirs() {
     queue.withdraw("alice".to_owned()).await;
     let withdrawn = Error::Cancelled(CancelledBy::Withdrawn);
     assert_eq!(end(&mut waiting).await, Err(withdrawn.clone()));
+    assert!(matches!(worker.next().await, Wire::Command(Command::Cancel(_))));
     worker.complete(&order);
     assert_eq!(end(&mut running).await, Err(withdrawn), "detached or not");
     assert!(!alice.release_hold(&held).await && bob.release_hold(&held_by_bob).await);
