@@ -33,7 +33,7 @@ from pathlib import Path
 import moored
 from http2 import PREFACE, Http2, message
 
-from service import INSTANT_MODELS, Service
+from service import INSTANT_MODELS, Service, write_secret
 
 TOKEN = "a token of this measure"
 EMPTY_SETTINGS = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -143,7 +143,7 @@ def main() -> int:
     seconds = options.parse_args().seconds
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "token")
-        file.write_text(f"{TOKEN}\n", encoding="utf-8")
+        write_secret(file, f"{TOKEN}\n")
         services = [
             Service(
                 *("--models", str(INSTANT_MODELS), "--set", f"service.token_file={file}"),

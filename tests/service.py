@@ -159,6 +159,12 @@ def as_told(label: str, model: str) -> dict[str, Any]:
     return {"model": moored.ModelRef(model, quantization=words[1])}
 
 
+def write_secret(file: Path, text: str) -> None:
+    """A token or a key as the service takes it: nobody else may read it."""
+    file.write_text(text, encoding="utf-8")
+    file.chmod(0o600)
+
+
 def clean_environment() -> dict[str, str]:
     """The environment without settings of a user's own, nor models of a hub; see `e2e/hub.py`."""
     foreign = ("MOORED_", "HF_", "HUGGING")

@@ -214,7 +214,7 @@ def main() -> int:
         "--lead", type=float, default=1.0, help="seconds of sound ahead; default: 1"
     )
     parser.add_argument("--silent", action="store_true", help="write the file alone")
-    parser.add_argument("--endpoint", help="default: MOORED_ENDPOINT, else localhost:50051")
+    parser.add_argument("--endpoint", help="default: MOORED_ENDPOINT, else 127.0.0.1:50051")
     asked = parser.parse_args()
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     print("Opening a session", file=sys.stderr)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import socket
 import threading
@@ -24,7 +25,7 @@ from scripted import (
 )
 
 import moored
-from moored import _channel
+from moored import _channel, _credentials
 from moored._generated import residency_pb2, rpc_pb2
 
 SERVING = rpc_pb2.HealthCheckResponse.SERVING
@@ -54,7 +55,7 @@ def later() -> str:
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        (None, "localhost:50051"),
+        (None, "127.0.0.1:50051"),
         ("box", "box:50051"),
         ("box:1", "box:1"),
         ("http://box:1/", "box:1"),
@@ -70,6 +71,30 @@ def later() -> str:
 )
 def test_endpoints(given: str | None, meant: str) -> None:
     assert _channel.endpoint_of(given) == meant
+
+
+CASES = json.loads(Path(__file__).with_name("addresses.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["written"] for case in CASES])
+def test_addresses_are_read_as_the_command_line_reads_them(case: dict[str, str | None]) -> None:
+    written, key = case["written"] or "", case["key"]
+    if key is None:
+        with pytest.raises(moored.InvalidRequest):
+            _channel.endpoint_of(written)
+        return
+    assert _credentials._key(_channel.endpoint_of(written)) == key
+    assert _credentials._key(_channel.endpoint_of(key)) == key, "it is read again as itself"
+
+
+def test_the_path_of_a_socket_is_kept_as_it_is() -> None:
+    assert _credentials._key(_channel.endpoint_of("unix:/run/Box")) == "unix:/run/Box"
+
+
+def test_both_programs_look_for_a_service_at_the_same_address() -> None:
+    defaults = Path(__file__).parents[2] / "service" / "config" / "src" / "default.toml"
+    own = _credentials._key(_channel.endpoint_of(None))
+    assert f'endpoint = "{own}"' in defaults.read_text(encoding="utf-8")
 
 
 def test_where_the_endpoint_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:

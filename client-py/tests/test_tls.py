@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,7 @@ def pinned(service: Service, authority: trustme.CA) -> Iterator[tuple[str, str]]
     chain = b"".join(blob.bytes() for blob in made.cert_chain_pems)
     tls = grpc.ssl_server_credentials([(made.private_key_pem.bytes(), chain)])
     service.on("GetStatus", residency_pb2.Status(uptime_ms=3))
+    service.on("WatchStatus", [residency_pb2.Status(uptime_ms=3)])
     server, address = service.start(tls=tls)
     yield f"https://127.0.0.1:{address.rpartition(':')[2]}", digits
     server.stop(None).wait()
@@ -175,6 +178,76 @@ def test_a_pin_is_not_asked_for_without_tls(address: str) -> None:
         pytest.raises(moored.ConnectionFailed, match="answers without TLS"),
     ):
         client.status(timeout=WAIT_S)
+
+
+def test_a_pin_of_the_environment_or_of_a_kept_token_is_not_dropped_without_tls(
+    address: str, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(kept, {f"http://{address}": {"token": "secret", "fingerprint": "0" * 64}})
+    for kind in CLIENTS:
+        with pytest.raises(moored.InvalidRequest, match="fingerprint is for TLS"):
+            kind(address)
+    write(kept, {})
+    monkeypatch.setenv("MOORED_ENDPOINT", address)
+    monkeypatch.setenv("MOORED_FINGERPRINT", "0" * 64)
+    with pytest.raises(moored.InvalidRequest, match="fingerprint is for TLS"):
+        moored.Client()
+    moored.Client("127.0.0.1:7")  # another service than that of the environment
+
+
+def test_the_loop_goes_on_while_a_certificate_is_looked_at(
+    pinned: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, digits = pinned
+    looking, look = threading.Event(), threading.Event()
+    as_before = _channel.pinned
+
+    def slow(*arguments: Any) -> Any:
+        looking.set()
+        assert look.wait(WAIT_S), "the loop did not go on"
+        return as_before(*arguments)
+
+    monkeypatch.setattr(_channel, "pinned", slow)
+
+    async def ask() -> None:
+        async with moored.AsyncClient(address, fingerprint=digits) as client:
+            calls = [asyncio.create_task(client.status()) for _ in range(3)]
+            left = asyncio.create_task(client.status())
+            assert await asyncio.to_thread(looking.wait, WAIT_S)
+            left.cancel()
+            watched = client.watch_status()
+            first = asyncio.create_task(anext(watched))
+            await asyncio.sleep(0)
+            look.set()
+            assert [status.uptime_ms for status in await asyncio.gather(*calls)] == [3, 3, 3]
+            with pytest.raises(asyncio.CancelledError):
+                await left
+            assert (await first).uptime_ms == 3
+
+    asyncio.run(ask())
+
+
+def test_a_certificate_that_could_not_be_looked_at_is_looked_at_again(
+    pinned: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, digits = pinned
+    as_before = _channel.pinned
+    failures = [moored.ConnectionFailed("not there yet", cause="unreachable", endpoint=address)]
+
+    def sometimes(*arguments: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return as_before(*arguments)
+
+    monkeypatch.setattr(_channel, "pinned", sometimes)
+
+    async def ask() -> None:
+        async with moored.AsyncClient(address, fingerprint=digits) as client:
+            with pytest.raises(moored.ConnectionFailed, match="not there yet"):
+                await client.status()
+            assert (await client.status()).uptime_ms == 3
+
+    asyncio.run(ask())
 
 
 def test_a_certificate_of_the_client_is_shown(

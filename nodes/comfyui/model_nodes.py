@@ -41,7 +41,7 @@ class Server(io.ComfyNode):
                 io.String.Input(
                     "endpoint",
                     default="",
-                    placeholder="localhost:50051",
+                    placeholder="127.0.0.1:50051",
                     tooltip="host:port, or https://host:port for TLS. Empty: the one of ComfyUI's settings.",
                 )
             ],

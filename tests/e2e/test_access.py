@@ -22,7 +22,7 @@ from moored._generated import residency_pb2
 from PIL import Image
 from waiting import wait_until
 
-from service import INSTANT_MODELS, ROOT, Service, clean_environment, run
+from service import INSTANT_MODELS, ROOT, Service, clean_environment, run, write_secret
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 SIM = ("sim:2GiB",)
@@ -192,6 +192,7 @@ def test_a_new_certificate_is_taken_and_open_connections_stay(tmp_path: Path) ->
         for file, blobs in ((key, [made.private_key_pem]), (certificate, made.cert_chain_pems)):
             new = file.with_suffix(".new")
             new.write_bytes(b"".join(blob.bytes() for blob in blobs))
+            new.chmod(0o600)
             new.replace(file)
 
     issue()
@@ -235,6 +236,7 @@ def test_mutual_tls_lets_in_who_shows_a_certificate(tmp_path: Path, own: dict[st
     ):
         made.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
         made.private_key_pem.write_to_path(tmp_path / f"{name}-key.pem")
+        (tmp_path / f"{name}-key.pem").chmod(0o600)
     given = (
         f"service.certificate={tmp_path / 'service.pem'}",
         f"service.certificate_key={tmp_path / 'service-key.pem'}",
@@ -270,7 +272,7 @@ def test_mutual_tls_lets_in_who_shows_a_certificate(tmp_path: Path, own: dict[st
 
 
 def test_beyond_loopback_tls_and_tokens_are_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(TOKEN)
+    write_secret(tmp_path / "token", TOKEN)
     token = ("--token-file", str(tmp_path / "token"))
     tls = ("--set", "service.own_certificate=true")
     plain = ("--set", "service.allow_without_tls=true")
@@ -424,6 +426,93 @@ def test_a_list_of_tokens_that_cannot_be_read_closes_a_service_that_asked_for_no
         assert service.stop() == 0
 
 
+def test_a_withdrawn_token_ends_what_goes_on_with_it(encrypted: Encrypted) -> None:
+    secret = make_token(encrypted.state, "mallory")
+    with encrypted.client(token=secret) as client, encrypted.client() as administrator:
+        accepted(client)
+        others = administrator.watch_status()
+        next(iter(others))
+        watched = client.watch_status()
+        next(iter(watched))
+        client.hold("small", ttl_s=600)
+        with client.stream_image("detached", model="slow", steps=200, detach=True) as detached:
+            next(iter(detached))
+        listened = client.stream_image("listened to", model="slow", steps=200)
+        next(iter(listened))
+        withdrawn = run("token", "withdraw", "mallory", "--state", str(encrypted.state))
+        assert withdrawn.returncode == 0, withdrawn.stderr
+        with pytest.raises(moored.Unauthenticated, match="withdrawn"):
+            for _ in watched:
+                pass
+        with pytest.raises((moored.Unauthenticated, moored.Cancelled)) as ended:
+            listened.result()
+        assert not isinstance(ended.value, moored.Cancelled) or ended.value.how == "withdrawn"
+
+        def has_jobs() -> bool:
+            return any(job.id == detached.job_id for job in administrator.jobs())
+
+        wait_until(lambda: not has_jobs(), "the end of the detached job")
+        next(iter(others))
+        others.close()
+
+
+def test_a_withdrawn_token_ends_its_session(encrypted: Encrypted) -> None:
+    secret = make_token(encrypted.state, "player")
+    with encrypted.client(token=secret) as client, encrypted.client() as administrator:
+        accepted(client)
+        with pytest.raises(moored.Unauthenticated, match="withdrawn"):  # noqa: SIM117
+            with client.audio_session("track") as session:
+                run("token", "withdraw", "player", "--state", str(encrypted.state))
+                for _ in session:
+                    pass
+        wait_until(lambda: not administrator.jobs(), "the end of its segments")
+
+
+def test_init_makes_a_token_where_all_were_withdrawn(tmp_path: Path) -> None:
+    state = ("--state", str(tmp_path / "state"))
+    first = told("serve", "--init", *state)
+    assert run("token", "withdraw", "administrator", *state).returncode == 0
+    again = told("serve", "--init", *state)
+    assert again["token"]
+    assert again["token"] != first["token"]
+    assert again["fingerprint"] == first["fingerprint"]
+    assert told("serve", "--init", *state)["token"] is None
+
+
+def test_a_lost_certificate_is_not_replaced(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    told("serve", "--init", "--state", str(state))
+    (state / "certificate.pem").unlink()
+    own = ("--set", "service.own_certificate=true", "--device", "sim:1GiB", "--listen")
+    refused = run("serve", *own, "127.0.0.1:0", "--state", str(state))
+    assert refused.returncode == 1
+    for word in ("certificate.pem is not there", "fingerprint", "remove"):
+        assert word in refused.stderr, refused.stderr
+    assert run("serve", "--init", "--state", str(state)).returncode == 1
+    assert not (state / "certificate.pem").exists()
+
+
+def test_a_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text(TOKEN)
+    told("serve", "--init", "--state", str(tmp_path / "own"))
+    key = tmp_path / "own" / "certificate-key.pem"
+    pair = (
+        f"service.certificate={tmp_path / 'own' / 'certificate.pem'}",
+        f"service.certificate_key={key}",
+    )
+    given = ("--listen", "127.0.0.1:0", "--device", "sim:1GiB", "--state", str(tmp_path / "state"))
+    for file, settings in ((token, (f"service.token_file={token}",)), (key, pair)):
+        options = [word for each in settings for word in ("--set", each)]
+        for mode in (0o604, 0o620, 0o602):
+            file.chmod(mode)
+            refused = run("serve", *given, *options)
+            assert refused.returncode == 1
+            assert f"chmod 600 {file}" in refused.stderr, refused.stderr
+            examined = run("doctor", *options)
+            assert f"chmod 600 {file}" in examined.stdout, examined.stdout
+
+
 def test_an_expired_token_is_refused(encrypted: Encrypted) -> None:
     secret = make_token(encrypted.state, "brief", "--expires", "1s")
 
@@ -492,6 +581,25 @@ def test_a_token_may_have_so_much_a_minute(encrypted: Encrypted, option: str, li
             assert too_large.value.retry_after_s is None
 
 
+def test_a_request_that_is_sent_again_joins_its_job_though_its_token_is_at_its_limit(
+    encrypted: Encrypted,
+) -> None:
+    secret = make_token(encrypted.state, "again", "--pixels", str(64 * 64))
+    slow: dict[str, Any] = SMALL | {"model": "slow", "steps": 200, "idempotency_key": "mine"}
+    with encrypted.client(token=secret) as client:
+        accepted(client)
+        with client.stream_image("one", **slow) as first:
+            next(iter(first))
+            with client.stream_image("one", **slow) as again:
+                next(iter(again))
+                assert again.job_id == first.job_id
+            with pytest.raises(moored.TokenLimit) as refused:
+                client.generate_image("one", **slow | {"idempotency_key": "another"})
+            assert refused.value.limit == "pixels_per_minute"
+            with pytest.raises(moored.KeyReused):
+                client.generate_image("another", **slow)
+
+
 def test_a_token_may_use_its_own_models_alone(encrypted: Encrypted) -> None:
     secret = make_token(encrypted.state, "modest", "--model", "small", "--model", "slow")
     with encrypted.client(token=secret) as client:
@@ -499,6 +607,7 @@ def test_a_token_may_use_its_own_models_alone(encrypted: Encrypted) -> None:
         client.load("slow")
         for call in (
             lambda: client.load("moored/demo"),
+            lambda: client.hold("moored/demo"),
             lambda: client.generate_image("x", **SMALL | {"model": "moored/demo"}),
         ):
             with pytest.raises(
@@ -507,6 +616,8 @@ def test_a_token_may_use_its_own_models_alone(encrypted: Encrypted) -> None:
                 call()
             assert refused.value.limit == "models"
             assert refused.value.retry_after_s is None
+        with pytest.raises(moored.TokenLimit, match="may not use track"):
+            client.audio_session("track").open()
 
 
 # What belongs to a token.
@@ -616,7 +727,7 @@ def test_a_token_is_sent_to_the_endpoint_beside_it_alone(
     tmp_path: Path, own: dict[str, str]
 ) -> None:
     """The token of a file or of the environment does not go where a flag points."""
-    (tmp_path / "token").write_text(TOKEN)
+    write_secret(tmp_path / "token", TOKEN)
     service = Service(
         "--token-file", str(tmp_path / "token"), state=tmp_path / "state", devices=SIM
     )

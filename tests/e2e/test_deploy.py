@@ -19,7 +19,7 @@ import moored
 import pytest
 import yaml
 
-from service import BINARY, ROOT, START_TIMEOUT_S, ReservedPort, clean_environment
+from service import BINARY, ROOT, START_TIMEOUT_S, ReservedPort, clean_environment, write_secret
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 DEFAULTS = (ROOT / "service/config/src/default.toml").read_text(encoding="utf-8")
@@ -294,7 +294,7 @@ def test_the_composed_service_generates_replaces_a_killed_worker_and_drains(
     tmp_path: Path, port: int
 ) -> None:
     environment = environment_of_the_image(tmp_path, port)
-    (tmp_path / "token").write_text(f"{TOKEN}\n", encoding="utf-8")
+    write_secret(tmp_path / "token", f"{TOKEN}\n")
     (tmp_path / "models").mkdir()
     workdir = tmp_path / "share"
     workdir.mkdir()

@@ -12,7 +12,7 @@ import pytest
 from http2 import DATA, GOAWAY, HEADERS, PREFACE, RST_STREAM, Http2, message
 from waiting import wait_until
 
-from service import INSTANT_MODELS, Service, clean_environment
+from service import INSTANT_MODELS, Service, clean_environment, write_secret
 
 Simulate = Callable[..., Service]
 
@@ -33,7 +33,7 @@ def opened() -> Iterator[ExitStack]:
 
 def with_token(simulate: Simulate, folder: Path, *settings: str) -> Service:
     file = folder / "token"
-    file.write_text(f"{TOKEN}\n", encoding="utf-8")
+    write_secret(file, f"{TOKEN}\n")
     settings = (f"service.token_file={file}", *settings)
     return simulate(arguments=tuple(word for each in settings for word in ("--set", each)))
 

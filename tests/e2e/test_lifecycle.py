@@ -17,7 +17,15 @@ from pathlib import Path
 import moored
 import pytest
 
-from service import BINARY, INSTANT_MODELS, ReservedPort, Service, clean_environment, run
+from service import (
+    BINARY,
+    INSTANT_MODELS,
+    ReservedPort,
+    Service,
+    clean_environment,
+    run,
+    write_secret,
+)
 
 Simulate = Callable[..., Service]
 
@@ -315,7 +323,7 @@ def test_an_address_beyond_loopback_needs_a_token_and_a_certificate(
 
 
 def test_an_address_beyond_loopback_with_a_token_is_served(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(TOKEN)
+    write_secret(tmp_path / "token", TOKEN)
     service = Service(
         *("--set", "service.listen=0.0.0.0:0", "--token-file", str(tmp_path / "token")),
         *("--set", "service.allow_without_tls=true"),
@@ -335,7 +343,7 @@ def test_an_address_beyond_loopback_with_a_token_is_served(tmp_path: Path) -> No
 def test_an_invalid_token_file_is_refused(tmp_path: Path, contents: str | None, words: str) -> None:
     token = tmp_path / "token"
     if contents is not None:
-        token.write_text(contents)
+        write_secret(token, contents)
     result = refused(
         *("--listen", "127.0.0.1:0", "--state", str(tmp_path), "--token-file", str(token))
     )
@@ -409,7 +417,7 @@ def test_any_setting_can_be_set_by_name(tmp_path: Path) -> None:
 
 def test_every_call_but_health_needs_the_token(tmp_path: Path) -> None:
     file = tmp_path / "token"
-    file.write_text(TOKEN + "\n")
+    write_secret(file, TOKEN + "\n")
     service = Service(
         *("--token-file", str(file)), state=tmp_path / "state", devices=("sim:24GiB",)
     )

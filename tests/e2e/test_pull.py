@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pty
+import resource
 import select
 import signal
 import subprocess
@@ -513,6 +514,25 @@ def test_disk_space_is_checked_before_the_first_byte(hub: Hub, home: Path, pull:
     assert "are free" in message
     assert str(home) in message
     assert not any(one.sent for one in hub.requests if one.server == "store")
+
+
+def test_a_disk_that_fills_during_a_pull_is_told_and_the_pull_goes_on_later(
+    hub: Hub, home: Path
+) -> None:
+    """Not even the first bytes can be written, though the disk said that it has room."""
+    environment = hub.environment(home)
+
+    def full() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+
+    refused = run("pull", MODEL, "--json", env=environment, preexec_fn=full)
+    reason, message = failed(refused)
+    assert reason == "PULL_FAILED"
+    assert str(cache_of(home)) in message, "who pulls is told where"
+    assert "too large" in message, message
+    assert not (cache_of(home) / "refs" / "main").exists(), "nothing names what is not whole"
+    pulled(run("pull", MODEL, "--json", env=environment))
 
 
 def test_a_sum_of_sizes_that_overflows_is_refused_as_a_full_disk(hub: Hub, pull: Pull) -> None:

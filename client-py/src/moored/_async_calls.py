@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import grpc
 import grpc.aio
 
 from ._calls import Connection
 from ._channel import Dropped, Line, Process
+from ._late_channel import LateChannel
 from ._stubs import AsyncStubs
 
 pause = asyncio.sleep
@@ -37,7 +38,7 @@ class AsyncConnection:
         self._line = line
         self._closed = False
         self._process = Process()
-        self._channel: grpc.aio.Channel | None = None
+        self._channel: grpc.aio.Channel | LateChannel | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stubs: AsyncStubs | None = None
         self._threads: Connection | None = None
@@ -58,8 +59,9 @@ class AsyncConnection:
         loop = asyncio.get_running_loop()
         if self._stubs is None:
             self._loop = loop
-            self._channel = self._line.open_async()
-            self._stubs = AsyncStubs(self._channel)
+            line = self._line
+            self._channel = LateChannel(line) if line.is_pinned else line.open_async()
+            self._stubs = AsyncStubs(cast("grpc.aio.Channel", self._channel))
         elif self._loop is not loop:
             raise RuntimeError("An AsyncClient belongs to the event loop that it was first used in")
         return self._stubs
@@ -72,11 +74,19 @@ class AsyncConnection:
 
     async def put_latent(self, chunks: Any, **settings: Any) -> Any:
         """Sends the chunks of a latent and returns the answer."""
+        await self.ready()
         return await _sent(self._of_threads().stubs.generation.PutLatent, chunks, **settings)
 
     async def put_media(self, chunks: Any, **settings: Any) -> Any:
         """Sends the chunks of media and returns the answer."""
+        await self.ready()
         return await _sent(self._of_threads().stubs.generation.PutMedia, chunks, **settings)
+
+    async def ready(self) -> None:
+        """Looks at the certificate, where one is pinned, before a call of threads."""
+        self._check()
+        if self._line.is_pinned:
+            await asyncio.to_thread(self._line.look)
 
     def stream_audio(self, messages: Any) -> Any:
         """Begins the call of a session. A thread of gRPC reads `messages`."""

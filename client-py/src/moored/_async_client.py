@@ -104,7 +104,7 @@ class AsyncClient:
         """Connects when first used.
 
         endpoint: `host:port`, `https://host:port` for TLS, or `unix:path`; default:
-            MOORED_ENDPOINT, else localhost:50051.
+            MOORED_ENDPOINT, else 127.0.0.1:50051.
         token, token_file: what the service asks for; default: the file named by MOORED_TOKEN_FILE,
             for the service that the environment names, else what `moored token use` keeps for it.
         client_id: your name in the list of jobs, and for fair shares; default: MOORED_CLIENT, else

@@ -127,6 +127,7 @@ class AsyncAudioSession:
         self._source = None
         conversation = AsyncSessionCall(self._connection.endpoint, self._request)
         try:
+            await self._connection.ready()
             conversation.begin(self._connection)
             self._conversation = conversation
             await conversation.until(conversation.there_open)

@@ -70,6 +70,9 @@ class Connection:
         """Sends the chunks of media and returns the answer."""
         return self.stubs.generation.PutMedia(chunks, **settings)
 
+    def ready(self) -> None:
+        """Threads may wait where they call."""
+
     def stream_audio(self, messages: Any) -> Any:
         """Begins the call of a session. A thread of gRPC reads `messages`."""
         return self.stubs.generation.StreamAudio(messages, metadata=self._line.metadata)

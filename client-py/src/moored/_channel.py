@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from ._address import HTTPS, endpoint_of
 from ._credentials import kept_for
 from ._errors import InvalidRequest, Unauthenticated, UnencryptedToken, refused
 from ._files import TEXT_BYTES, TOKEN_BYTES, read_regular, with_home
@@ -23,10 +24,6 @@ from ._pinned import Pinned, fingerprint_of, pinned
 from ._text import escaped, is_sendable
 from ._version import __version__
 
-DEFAULT_ENDPOINT = "localhost:50051"
-DEFAULT_PORT = 50051
-HTTPS = "https://"
-HTTPS_PORT = 443
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 QUICK_S = 30.0
@@ -39,52 +36,6 @@ NAME_AT_MOST_CHARACTERS = 100
 """Most characters of a client name from MOORED_CLIENT or the default."""
 
 Metadata = tuple[tuple[str, str], ...]
-
-
-# Of gRPC's own spellings of addresses, those that are no host and port.
-_OTHER_SCHEMES = ("unix-abstract:", "vsock:", "ipv4:", "ipv6:", "dns:", "xds:", "passthrough:")
-
-
-def endpoint_of(endpoint: str | None) -> str:
-    """The address as it is written out: the argument, else MOORED_ENDPOINT, else localhost:50051.
-
-    `https://host:port` where it is to be TLS, else `host:port` or `unix:path`.
-    """
-    address = (endpoint or os.environ.get("MOORED_ENDPOINT") or DEFAULT_ENDPOINT).strip()
-    if not address.isprintable():
-        raise InvalidRequest(
-            f"{address!r} is no address of a service: it has characters that no address has"
-        )
-    if address.startswith("unix:"):
-        return address
-    if address.lower().startswith(_OTHER_SCHEMES):
-        raise InvalidRequest(
-            f"{address} is no address of a service: write host:port or https://host:port"
-        )
-    scheme, named, rest = address.partition("://")
-    if not named:
-        return _with_port(address, DEFAULT_PORT)
-    rest = rest.rstrip("/")
-    if not rest or any(sign in rest for sign in "/@?#"):
-        raise InvalidRequest(f"{address} is no address of a service: write https://host:port")
-    match scheme.lower():
-        case "https":
-            return HTTPS + _with_port(rest, HTTPS_PORT)
-        case "http":
-            return _with_port(rest, DEFAULT_PORT)
-    raise InvalidRequest(
-        f"{address}: write host:port, https://host:port for TLS, or unix:path for a socket"
-    )
-
-
-def _with_port(address: str, port: int) -> str:
-    host, colon, _ = address.rpartition(":")
-    named_port = bool(colon) and not address.endswith("]") and (":" not in host or "]" in host)
-    if named_port:
-        return address
-    if address.count(":") > 1 and not address.startswith("["):
-        address = f"[{address}]"
-    return f"{address}:{port}"
 
 
 def client_id_of(client_id: str | None) -> str:
@@ -185,7 +136,14 @@ class Line:
             name
             for name, value in (
                 ("ca_file", ca_file),
-                ("fingerprint", fingerprint),
+                # Who names a fingerprint, wherever, means to know who answers.
+                (
+                    "fingerprint",
+                    fingerprint
+                    or environment.get("MOORED_FINGERPRINT")
+                    or kept.fingerprint
+                    or None,
+                ),
                 ("certificate", certificate),
             )
             if value is not None
@@ -201,6 +159,18 @@ class Line:
                 "and its end on this machine. To send it all the same: insecure_token=True, or "
                 "MOORED_INSECURE_TOKEN=1"
             )
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the certificate is known by its fingerprint, and has to be looked at first."""
+        return bool(self._fingerprint)
+
+    def look(self) -> None:
+        """Looks at the certificate, where one is pinned and it was not done yet. It blocks."""
+        if self._fingerprint and self._pinned is None:
+            found = pinned(self._target, self.endpoint, self._fingerprint)
+            self._credentials = self._trusting(found.pem)
+            self._pinned = found
 
     def open(self) -> grpc.Channel:
         """A channel for threads."""
@@ -218,10 +188,8 @@ class Line:
 
     def _opened(self, kind: Any) -> Any:
         options = options_for(self._target)
-        if self._fingerprint:
-            if self._pinned is None:
-                self._pinned = pinned(self._target, self.endpoint, self._fingerprint)
-                self._credentials = self._trusting(self._pinned.pem)
+        self.look()
+        if self._pinned is not None:
             options.append(("grpc.ssl_target_name_override", self._pinned.name))
         if self._credentials is None:
             channel = kind.insecure_channel(self._target, options)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ._address import endpoint_of
 from ._errors import Unauthenticated
 from ._files import TEXT_BYTES, read_regular, with_home
 
@@ -62,12 +63,14 @@ def kept_for(endpoint: str) -> Credential:
     return Credential(str(found.get("token", "")), str(found.get("fingerprint", "")))
 
 
-def bound_token(endpoint: str, token: str) -> str:
+def bound_token(endpoint: str | None, token: str) -> str:
     """The token, if it belongs to this service; else Unauthenticated.
 
-    For programs whose address and token come from settings that others may write. A token belongs
-    to the service that it was first used for here, or that `moored token use` keeps it for.
+    For programs whose address and token come from settings that others may write. The address is
+    written as for a client. A token belongs to the service that it was first used for here, or that
+    `moored token use` keeps it for.
     """
+    endpoint = endpoint_of(endpoint)
     if not token or kept_for(endpoint).token == token:
         return token
     file = credentials_file()
@@ -101,8 +104,10 @@ def _is_there(file: Path) -> bool:
 
 def _key(endpoint: str) -> str:
     """`https://host:port` or `http://host:port`, as the command line writes it."""
+    if endpoint.startswith("unix:"):
+        return endpoint
     address = endpoint.lower()
-    return address if "://" in address or address.startswith("unix:") else f"http://{address}"
+    return address if "://" in address else f"http://{address}"
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -128,6 +128,7 @@ class AudioSession:
         self._source = None
         conversation = SessionCall(self._connection.endpoint, self._request)
         try:
+            self._connection.ready()
             conversation.begin(self._connection)
             self._conversation = conversation
             conversation.until(conversation.there_open)

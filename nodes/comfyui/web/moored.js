@@ -45,12 +45,12 @@ app.registerExtension({
       id: "moored.endpoint",
       name: "Address of the service",
       tooltip:
-        "host:port, or https://host:port for TLS. Empty: MOORED_ENDPOINT of ComfyUI's environment, else localhost:50051.",
+        "host:port, or https://host:port for TLS. Empty: MOORED_ENDPOINT of ComfyUI's environment, else 127.0.0.1:50051.",
       category: ["moored", "Service", "endpoint"],
       sortOrder: 3,
       type: "text",
       defaultValue: "",
-      attrs: { placeholder: "localhost:50051" },
+      attrs: { placeholder: "127.0.0.1:50051" },
       onChange: addressChanged,
     },
     {

@@ -23,14 +23,14 @@ def service_client() -> moored.AsyncClient:
     """A client of the service that the settings name. It connects when first used.
 
     What the settings leave open follows the client's own rules: MOORED_ENDPOINT, MOORED_TOKEN_FILE for
-    the service there, MOORED_CLIENT, localhost and user@host; an https:// address is TLS, with
+    the service there, MOORED_CLIENT, 127.0.0.1 and user@host; an https:// address is TLS, with
     MOORED_CA_FILE. The secret belongs to the service that it was first used for: the settings of a
     workspace, which may be a stranger's, lead it nowhere else.
     """
     endpoint = _setting("endpoint") or None
     token = _token() or None
     if token:
-        token = moored.bound_token(moored.AsyncClient(endpoint, token="").endpoint, token)
+        token = moored.bound_token(endpoint, token)
     return moored.AsyncClient(endpoint, token=token, client_id=_setting("client_name") or None)
 
 

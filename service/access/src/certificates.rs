@@ -12,7 +12,8 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 use sha2::{Digest as _, Sha256};
 
-use crate::files::{check_private, write_private};
+use crate::files::{check_given, write_private};
+use crate::hex::{bytes_of, digits_of};
 
 /// Name of the certificate that the service makes for itself, in its state folder.
 pub const OWN_CERTIFICATE: &str = "certificate.pem";
@@ -37,6 +38,13 @@ pub enum CertificatesError {
     /// No certificate could be made.
     #[error("no certificate can be made in {}: {problem}", folder.display())]
     NotMade { folder: PathBuf, problem: String },
+    /// Of the service's own certificate and its key, one file is there.
+    #[error(
+        "{} is not there, and {} is: put back the lost file from a copy. A new certificate would have another fingerprint, which no client \
+         that pins it trusts. To have a new one all the same, remove {} and tell the clients its fingerprint",
+        lost.display(), left.display(), left.display()
+    )]
+    Half { lost: PathBuf, left: PathBuf },
     /// There is no thread that looks at the files.
     #[error("the certificates cannot be watched: {0}")]
     Watch(#[from] std::io::Error),
@@ -66,8 +74,8 @@ impl Certificates {
     /// When a file cannot be used.
     pub fn read(&self) -> Result<Arc<ServerConfig>, CertificatesError> {
         let chain = certificates_in(&self.certificate)?;
-        let key = text_of(&self.key)?;
-        let key = PrivateKeyDer::from_pem_slice(&key).map_err(|problem| unusable(&self.key, problem))?;
+        check_given(&self.key).map_err(|problem| unusable(&self.key, problem))?;
+        let key = key_in_pem(&text_of(&self.key)?).map_err(|problem| unusable(&self.key, problem))?;
         let pair = |problem: rustls::Error| CertificatesError::Pair {
             certificate: self.certificate.clone(),
             key: self.key.clone(),
@@ -120,29 +128,53 @@ fn text_of(file: &Path) -> Result<Vec<u8>, CertificatesError> {
 }
 
 fn certificates_in(file: &Path) -> Result<Vec<CertificateDer<'static>>, CertificatesError> {
-    let pem = text_of(file)?;
-    let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
-    let read = read.map_err(|problem| unusable(file, problem))?;
-    match read.is_empty() {
-        true => Err(unusable(file, NO_CERTIFICATE)),
-        false => Ok(read),
+    certificates_in_pem(&text_of(file)?).map_err(|problem| unusable(file, problem))
+}
+
+/// The certificates in a text in PEM form, in order.
+///
+/// # Errors
+/// For people, when it is damaged or holds none.
+pub fn certificates_in_pem(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, String> {
+    let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
+    match read {
+        Ok(read) if read.is_empty() => Err(NO_CERTIFICATE.to_owned()),
+        read => read.map_err(|problem| problem.to_string()),
     }
 }
 
-/// Makes a certificate of the service's own in its state folder, signed by itself, unless there is one. It does not expire (rcgen's
-/// default): clients know it by its fingerprint, which a new one would change.
+/// The private key in a text in PEM form.
 ///
 /// # Errors
-/// When it cannot be made, or others may read the key that is there.
+/// For people, when it is damaged or holds none.
+pub fn key_in_pem(pem: &[u8]) -> Result<PrivateKeyDer<'static>, String> {
+    PrivateKeyDer::from_pem_slice(pem).map_err(|problem| problem.to_string())
+}
+
+/// Makes a certificate of the service's own in its state folder, signed by itself, unless there is one. It does not expire (rcgen's
+/// default): clients know it by its fingerprint, which a new one would change. So none is made where one of its two files is lost.
+///
+/// # Errors
+/// When it cannot be made, one of its two files is lost, or others may read the key that is there.
 pub fn make_own(state: &Path, host: &str) -> Result<Certificates, CertificatesError> {
     let own = Certificates {
         certificate: state.join(OWN_CERTIFICATE),
         key: state.join(OWN_KEY),
         client_authorities: None,
     };
-    if own.certificate.exists() && own.key.exists() {
-        check_private(&own.key).map_err(|problem| unusable(&own.key, problem))?;
-        return Ok(own);
+    let is_there = |file: &Path| file.try_exists().map_err(|problem| unusable(file, problem));
+    let lost = |lost: &Path, left: &Path| CertificatesError::Half {
+        lost: lost.to_owned(),
+        left: left.to_owned(),
+    };
+    match (is_there(&own.certificate)?, is_there(&own.key)?) {
+        (true, true) => {
+            check_given(&own.key).map_err(|problem| unusable(&own.key, problem))?;
+            return Ok(own);
+        }
+        (false, true) => return Err(lost(&own.certificate, &own.key)),
+        (true, false) => return Err(lost(&own.key, &own.certificate)),
+        (false, false) => {}
     }
     let failed = |problem: String| CertificatesError::NotMade {
         folder: state.to_owned(),
@@ -159,7 +191,10 @@ pub fn make_own(state: &Path, host: &str) -> Result<Certificates, CertificatesEr
         .map_err(|problem| failed(problem.to_string()))?;
     let written = write_private(&own.key, key.serialize_pem().as_bytes())
         .and_then(|()| write_private(&own.certificate, made.pem().as_bytes()));
-    written.map_err(|problem| failed(problem.to_string()))?;
+    written.map_err(|problem| {
+        let _ = std::fs::remove_file(&own.key); // a key alone would be half of a pair that nobody has seen
+        failed(problem.to_string())
+    })?;
     Ok(own)
 }
 
@@ -176,8 +211,7 @@ impl Fingerprint {
 
 impl fmt::Display for Fingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("sha256:")?;
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        write!(f, "sha256:{}", digits_of(&self.0))
     }
 }
 
@@ -193,14 +227,7 @@ impl FromStr for Fingerprint {
         };
         let lower = text.trim().to_ascii_lowercase();
         let digits: String = lower.strip_prefix("sha256:").unwrap_or(&lower).replace(':', "");
-        if digits.len() != 64 || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
-            return Err(wrong());
-        }
-        let mut bytes = [0; 32];
-        for (byte, at) in bytes.iter_mut().zip((0..64).step_by(2)) {
-            *byte = u8::from_str_radix(&digits[at..at + 2], 16).map_err(|_| wrong())?;
-        }
-        Ok(Fingerprint(bytes))
+        bytes_of(&digits).map(Fingerprint).ok_or_else(wrong)
     }
 }
 
@@ -222,8 +249,38 @@ mod tests {
         made.read().unwrap();
         let mode = std::fs::metadata(&made.key).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
-        std::fs::set_permissions(&made.key, std::fs::Permissions::from_mode(0o640)).unwrap();
+        std::fs::set_permissions(&made.key, std::fs::Permissions::from_mode(0o604)).unwrap();
         let refused = make_own(folder.path(), "box").unwrap_err().to_string();
+        assert!(refused.contains("chmod 600"), "{refused}");
+    }
+
+    #[test]
+    fn no_new_certificate_takes_the_place_of_one_of_which_a_file_is_lost() {
+        let folder = tempfile::tempdir().unwrap();
+        let made = make_own(folder.path(), "box").unwrap();
+        let fingerprint = made.fingerprint().unwrap();
+        for lost in [&made.certificate, &made.key] {
+            let kept = std::fs::read(lost).unwrap();
+            std::fs::remove_file(lost).unwrap();
+            let refused = make_own(folder.path(), "box").unwrap_err();
+            assert!(matches!(refused, CertificatesError::Half { .. }), "{refused}");
+            assert!(refused.to_string().contains("fingerprint"), "{refused}");
+            write_private(lost, &kept).unwrap();
+            let again = make_own(folder.path(), "box").unwrap();
+            assert_eq!(again.fingerprint().unwrap(), fingerprint);
+        }
+        std::fs::remove_file(&made.certificate).unwrap();
+        std::fs::remove_file(&made.key).unwrap();
+        let new = make_own(folder.path(), "box").unwrap();
+        assert_ne!(new.fingerprint().unwrap(), fingerprint);
+    }
+
+    #[test]
+    fn a_key_that_others_may_read_is_refused_whoever_made_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let given = make_own(folder.path(), "").unwrap();
+        std::fs::set_permissions(&given.key, std::fs::Permissions::from_mode(0o604)).unwrap();
+        let refused = given.read().unwrap_err().to_string();
         assert!(refused.contains("chmod 600"), "{refused}");
     }
 

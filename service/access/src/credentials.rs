@@ -67,27 +67,26 @@ impl Credentials {
         self.endpoints.keys().map(String::as_str)
     }
 
-    /// Keeps a credential for an address, in place of the one there; `None` forgets it. Returns whether there was one.
+    /// Keeps a credential for an address in a file, in place of the one there; `None` forgets it. Returns whether there was one. Other
+    /// processes that change the file wait meanwhile.
     ///
     /// # Errors
-    /// When the file cannot be written.
-    pub fn keep(
-        mut self,
-        file: &Path,
-        endpoint: &str,
-        credential: Option<Credential>,
-    ) -> std::io::Result<bool> {
-        let was = match credential {
-            Some(credential) => self.endpoints.insert(endpoint.to_owned(), credential).is_some(),
-            None => self.endpoints.remove(endpoint).is_some(),
-        };
+    /// When the file cannot be used or written.
+    pub fn keep(file: &Path, endpoint: &str, credential: Option<Credential>) -> std::io::Result<bool> {
         if let Some(folder) = file
             .parent()
             .filter(|folder| !folder.as_os_str().is_empty() && !folder.exists())
         {
             gpu::create_private_folder(folder)?;
         }
-        let text = serde_json::to_string_pretty(&self)?;
+        let lock = gpu::open_private(&file.with_extension("lock"))?;
+        lock.lock()?; // until it is closed, at the end of this function
+        let mut kept = Credentials::read(file)?;
+        let was = match credential {
+            Some(credential) => kept.endpoints.insert(endpoint.to_owned(), credential).is_some(),
+            None => kept.endpoints.remove(endpoint).is_some(),
+        };
+        let text = serde_json::to_string_pretty(&kept)?;
         write_private(file, text.as_bytes())?;
         Ok(was)
     }
@@ -108,7 +107,7 @@ mod tests {
             fingerprint: String::new(),
         };
         let read = || Credentials::read(&file).unwrap();
-        assert!(!read().keep(&file, "https://box:1", Some(kept.clone())).unwrap());
+        assert!(!Credentials::keep(&file, "https://box:1", Some(kept.clone())).unwrap());
         assert!(read().of("https://box:1") == Some(&kept));
         for other in [
             "http://box:1",
@@ -120,7 +119,7 @@ mod tests {
         }
         let mode = std::fs::metadata(&file).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
-        assert!(read().keep(&file, "https://box:1", None).unwrap());
+        assert!(Credentials::keep(&file, "https://box:1", None).unwrap());
         assert!(read().of("https://box:1").is_none());
         let below_a_file = Credentials::read(&file.join("credentials.json")).unwrap();
         assert_eq!(
@@ -130,5 +129,27 @@ mod tests {
         );
         std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o644)).unwrap();
         assert!(Credentials::read(&file).is_err());
+    }
+
+    #[test]
+    fn of_programs_that_keep_at_the_same_time_none_loses_what_another_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("credentials.json");
+        let kept = |token: &str| Credential {
+            token: token.to_owned(),
+            fingerprint: String::new(),
+        };
+        std::thread::scope(|scope| {
+            for program in 0..8 {
+                let (file, kept) = (&file, &kept);
+                scope.spawn(move || {
+                    for service in 0..8 {
+                        let endpoint = format!("https://box:{program}{service}");
+                        Credentials::keep(file, &endpoint, Some(kept("secret"))).unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(Credentials::read(&file).unwrap().endpoints().count(), 64);
     }
 }

@@ -16,6 +16,7 @@ use sha2::{Digest as _, Sha256};
 use subtle::{ConditionallySelectable as _, ConstantTimeEq as _};
 
 use crate::files::{check_private, write_private};
+use crate::hex::{bytes_of, digits_of};
 
 /// Name of the file with the tokens, in the state folder.
 const FILE: &str = "tokens.json";
@@ -119,7 +120,14 @@ struct Kept {
 }
 
 /// A token in the clear, which is shown once.
-pub struct Secret(String);
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(Arc<str>);
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)") // the configuration that it is in may be printed
+    }
+}
 
 impl Secret {
     /// A new one.
@@ -130,7 +138,7 @@ impl Secret {
         let mut bytes = [0; 32];
         let random = rustls::crypto::ring::default_provider().secure_random;
         random.fill(&mut bytes).map_err(|_| TokenError::NotRandom)?;
-        Ok(Secret(format!("{PREFIX}{}", hex(&bytes))))
+        Ok(Secret(format!("{PREFIX}{}", digits_of(&bytes)).into()))
     }
 
     /// The token.
@@ -186,6 +194,18 @@ impl TokenStore {
         self.folder.join(FILE)
     }
 
+    /// Whether tokens have ever been made, and so are asked for.
+    ///
+    /// # Errors
+    /// When it cannot be seen: whoever cannot look must not take it that there are none.
+    pub fn is_there(&self) -> Result<bool, TokenError> {
+        let file = self.file();
+        file.try_exists().map_err(|problem| TokenError::File {
+            file,
+            problem: problem.to_string(),
+        })
+    }
+
     /// All tokens, by name; `None` where none has ever been made.
     ///
     /// # Errors
@@ -227,7 +247,7 @@ impl TokenStore {
         let record = TokenRecord {
             name: name.to_owned(),
             role,
-            sha256: hex(&digest(secret.reveal())),
+            sha256: digits_of(&digest(secret.reveal())),
             made: seconds(now),
             expires: lasts.map(|lasts| seconds(now).saturating_add(lasts.as_secs())),
             allowance,
@@ -312,6 +332,28 @@ pub struct Holder {
     pub allowance: Allowance,
 }
 
+impl Holder {
+    /// A number for its name, by which what it uses is counted.
+    pub fn number(&self) -> u128 {
+        let bytes = digest(&self.name);
+        bytes
+            .iter()
+            .take(16)
+            .fold(0, |number, byte| number << 8 | u128::from(*byte))
+    }
+}
+
+/// What is kept of a token that was shown, to look it up again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TokenHash([u8; 32]);
+
+impl TokenHash {
+    /// The hash of a token.
+    pub fn of(token: &str) -> TokenHash {
+        TokenHash(digest(token))
+    }
+}
+
 /// A token that counts.
 #[derive(Clone, Debug)]
 struct Valid {
@@ -387,11 +429,19 @@ impl Tokens {
     /// # Errors
     /// When it is nobody's, or has expired: the reason, for people.
     pub fn holder_of(&self, token: &str, now: SystemTime) -> Result<Arc<Holder>, &'static str> {
-        let sha256 = digest(token);
+        self.holder_by(&TokenHash::of(token), now)
+    }
+
+    /// Whose token has this hash.
+    ///
+    /// # Errors
+    /// As [`Tokens::holder_of`].
+    pub fn holder_by(&self, hash: &TokenHash, now: SystemTime) -> Result<Arc<Holder>, &'static str> {
+        let TokenHash(sha256) = hash;
         // Every hash is looked at in the same way, so that the time of an answer tells nothing of them.
         let mut place = u64::MAX;
         for (at, valid) in (0..).zip(&self.valid) {
-            place.conditional_assign(&at, valid.sha256.ct_eq(&sha256));
+            place.conditional_assign(&at, valid.sha256.ct_eq(sha256));
         }
         let found = usize::try_from(place)
             .ok()
@@ -406,23 +456,17 @@ impl Tokens {
     }
 }
 
+/// The names of tokens that there were, and that there are no more.
+pub fn withdrawn(before: &Tokens, now: &Tokens) -> BTreeSet<String> {
+    let names = |tokens: &Tokens| -> BTreeSet<String> {
+        let names = tokens.valid.iter().map(|valid| valid.holder.name.clone());
+        names.collect()
+    };
+    &names(before) - &names(now)
+}
+
 fn digest(token: &str) -> [u8; 32] {
     Sha256::digest(token.as_bytes()).into()
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn bytes_of(hex: &str) -> Option<[u8; 32]> {
-    if hex.len() != 64 || !hex.is_ascii() {
-        return None;
-    }
-    let mut bytes = [0; 32];
-    for (byte, at) in bytes.iter_mut().zip((0..64).step_by(2)) {
-        *byte = u8::from_str_radix(&hex[at..at + 2], 16).ok()?;
-    }
-    Some(bytes)
 }
 
 fn seconds(time: SystemTime) -> u64 {
@@ -472,7 +516,11 @@ mod tests {
         ] {
             assert!(tokens.holder_of(wrong, now).is_err());
         }
+        let before = tokens;
         store.withdraw("alice").unwrap();
+        let tokens = Tokens::read(&store, None).unwrap();
+        assert_eq!(withdrawn(&before, &tokens), BTreeSet::from(["alice".to_owned()]));
+        assert!(withdrawn(&tokens, &before).is_empty());
         store.withdraw("bob").unwrap();
         let tokens = Tokens::read(&store, None).unwrap();
         assert!(
@@ -481,6 +529,15 @@ mod tests {
         );
         assert!(name(&tokens, &alice, now).is_err());
         assert!(matches!(store.withdraw("bob"), Err(TokenError::NotFound(_))));
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_seen_is_not_taken_for_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = TokenStore::of(folder.path());
+        assert!(!store.is_there().unwrap());
+        std::os::unix::fs::symlink(FILE, store.file()).unwrap(); // a link to itself
+        assert!(store.is_there().is_err());
     }
 
     #[test]
@@ -514,6 +571,7 @@ mod tests {
         let (secret, record) = store.make("alice", Role::Generate, allowance, None, now).unwrap();
         let text = std::fs::read_to_string(store.file()).unwrap();
         assert!(!text.contains(&secret.reveal()[PREFIX.len()..]));
+        assert!(!format!("{secret:?}").contains(secret.reveal()));
         assert_eq!(secret.reveal().len(), PREFIX.len() + 64);
         assert_eq!(store.read().unwrap(), Some(vec![record]));
         assert!(matches!(

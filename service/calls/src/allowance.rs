@@ -9,6 +9,7 @@ use std::time::Duration;
 use access::Holder;
 use engine::Error;
 use engine::job::{JobSpec, JobWork, Run};
+use engine::library::Entry;
 use model::Medium;
 use tokio::time::Instant;
 
@@ -98,29 +99,12 @@ impl Amounts {
 }
 
 impl Allowances {
-    /// Counts a job of a token's holder (`None`: no tokens are asked for) before it is accepted.
+    /// Counts what a job makes against the token's holder (`None`: no tokens are asked for) before it is accepted.
     ///
     /// # Errors
     /// [`Error::TokenLimit`].
     pub(crate) fn admit(&self, spec: &JobSpec, holder: Option<&Holder>) -> Result<Amounts, Error> {
-        let Some(holder) = holder else {
-            return Ok(Amounts::default());
-        };
-        let models = &holder.allowance.models;
-        if !models.is_empty() && !models.contains(&spec.entry.id) {
-            let listed: Vec<&str> = models.iter().map(String::as_str).collect();
-            return Err(Error::TokenLimit {
-                limit: "models".into(),
-                problem: format!(
-                    "the token {:?} may not use {}: it may use {}",
-                    holder.name,
-                    spec.entry.id,
-                    listed.join(", ")
-                ),
-                retry_after: None,
-            });
-        }
-        let JobWork::Run(run) = &spec.work else {
+        let (Some(holder), JobWork::Run(run)) = (holder, &spec.work) else {
             return Ok(Amounts::default());
         };
         let amounts = Amounts::of(run);
@@ -205,9 +189,50 @@ impl Allowances {
     }
 }
 
+/// Refuses the model of an entry to a token that may not use it. Whatever a token has done with a model asks here first: a job, a hold, a
+/// session.
+///
+/// # Errors
+/// [`Error::TokenLimit`].
+pub(crate) fn check_model(entry: &Entry, holder: Option<&Holder>) -> Result<(), Error> {
+    let Some(holder) = holder else { return Ok(()) };
+    let models = &holder.allowance.models;
+    if models.is_empty() || models.contains(&entry.id) {
+        return Ok(());
+    }
+    let listed: Vec<&str> = models.iter().map(String::as_str).collect();
+    Err(Error::TokenLimit {
+        limit: "models".into(),
+        problem: format!(
+            "the token {:?} may not use {}: it may use {}",
+            holder.name,
+            entry.id,
+            listed.join(", ")
+        ),
+        retry_after: None,
+    })
+}
+
+/// Refuses a job on models that its token may not use: its own, and the one that it replaces.
+///
+/// # Errors
+/// [`Error::TokenLimit`].
+pub(crate) fn check_models(spec: &JobSpec, holder: Option<&Holder>) -> Result<(), Error> {
+    check_model(&spec.entry, holder)?;
+    match &spec.work {
+        JobWork::Load {
+            replace: Some(old), ..
+        } => check_model(old, holder),
+        JobWork::Load { replace: None, .. } | JobWork::Run(_) => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use access::{Allowance, Role};
+    use engine::job::JobOptions;
 
     use super::*;
 
@@ -253,6 +278,37 @@ mod tests {
                 .receive(u64::MAX, Some(&holder(Allowance::default())))
                 .is_ok()
         );
+    }
+
+    #[test]
+    fn a_token_uses_its_own_models_alone_and_replaces_no_other() {
+        let entry = |id: &str| {
+            let none = model::Quantization::NONE;
+            Arc::new(Entry::new(id.to_owned(), String::new(), "/models/m".into(), none))
+        };
+        let load = |id: &str, old: Option<&str>| JobSpec {
+            options: JobOptions::default(),
+            entry: entry(id),
+            work: JobWork::Load {
+                components: Vec::new(),
+                replace: old.map(entry),
+                prove: false,
+            },
+        };
+        let own = holder(Allowance {
+            models: ["tiny".to_owned()].into(),
+            ..Allowance::default()
+        });
+        let any = holder(Allowance::default());
+        for (spec, may) in [
+            (load("tiny", None), true),
+            (load("large", None), false),
+            (load("tiny", Some("tiny")), true),
+            (load("tiny", Some("large")), false),
+        ] {
+            assert_eq!(check_models(&spec, Some(&own)).is_ok(), may, "{spec:?}");
+            assert!(check_models(&spec, Some(&any)).is_ok() && check_models(&spec, None).is_ok());
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -4,23 +4,49 @@ use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use access::Holder;
 use engine::queue::{Exceeded as OfAccounts, SharedBound};
 use residency::Bytes;
 
-/// A client, by its address: a name can be changed at will. `None`: a transport without addresses.
-pub type Client = Option<IpAddr>;
+/// By what a client is counted: a name can be changed at will.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Who {
+    /// Where no tokens are asked for.
+    Address(IpAddr),
+    /// The number of its token's holder, from whichever address it calls.
+    Token(u128),
+}
+
+impl From<IpAddr> for Who {
+    fn from(address: IpAddr) -> Who {
+        Who::Address(address)
+    }
+}
+
+/// A client. `None`: a transport without addresses, and no token.
+pub type Client = Option<Who>;
 
 /// The part of an IPv6 address that identifies a client: a network usually assigns a whole /64 to one host.
 const NETWORK_OF_IPV6: u128 = !(u64::MAX as u128);
 
 /// The client at an address.
 pub fn client_at(address: SocketAddr) -> Client {
-    Some(match address.ip().to_canonical() {
+    Some(network_of(address).into())
+}
+
+/// The client with a token.
+pub fn client_with(holder: &Holder) -> Client {
+    Some(Who::Token(holder.number()))
+}
+
+/// An address as its owner is told apart from others.
+pub(crate) fn network_of(address: SocketAddr) -> IpAddr {
+    match address.ip().to_canonical() {
         IpAddr::V6(ip) if !ip.is_loopback() => {
             IpAddr::V6(Ipv6Addr::from_bits(ip.to_bits() & NETWORK_OF_IPV6))
         }
         ip => ip,
-    })
+    }
 }
 
 /// Two bounds, and the amounts in use.
@@ -190,7 +216,7 @@ mod tests {
     #[test]
     fn the_last_places_are_for_clients_that_have_none() {
         let budget = Budget::with_places_kept(16, 15);
-        let client = |last: u8| Some(IpAddr::from([10, 0, 0, last]));
+        let client = |last: u8| Some(IpAddr::from([10, 0, 0, last]).into());
         let mut greedy = budget.take(client(1), 14).unwrap();
         assert_eq!(greedy.grow(1), Err(Exceeded::All(16)));
         let mut other = budget.take(client(2), 1).unwrap();
@@ -207,13 +233,13 @@ mod tests {
         assert_ne!(client("[2001:db8::1]:1"), client("[2001:db8:0:1::1]:1"));
         assert_eq!(client("[::ffff:10.0.0.1]:1"), client("10.0.0.1:2"));
         assert_ne!(client("10.0.0.1:2"), client("10.0.0.2:2"));
-        assert_eq!(client("[::1]:5"), Some("::1".parse().unwrap()));
+        assert_eq!(client("[::1]:5"), Some(IpAddr::V6(Ipv6Addr::LOCALHOST).into()));
     }
 
     #[test]
     fn both_bounds_hold_and_dropped_amounts_are_returned() {
         let budget = Budget::new(10, 6);
-        let client = |last: u8| Some(IpAddr::from([10, 0, 0, last]));
+        let client = |last: u8| Some(IpAddr::from([10, 0, 0, last]).into());
         let mut first = budget.take(client(1), 4).unwrap();
         assert_eq!(first.grow(3), Err(Exceeded::Client(6)));
         assert_eq!(first.grow(2), Ok(()));

@@ -1,6 +1,6 @@
 //! The caller of a request: its client, and its deadline.
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use gpu::{CardDescription, CardKind};
 use residency::Bytes;
 use tokio::time::Instant;
 
-use crate::budget::{Client, client_at};
+use crate::budget::{Client, client_at, client_with, network_of};
 use crate::errors::{invalid, short};
 
 /// The shortest beginning of a UUID that stands for it: `GPU-` and four digits.
@@ -69,9 +69,17 @@ impl Caller {
         }
     }
 
-    /// The client whose limits the call counts against.
+    /// The client whose limits the call counts against: its token, without tokens its address.
     pub fn client(&self) -> Client {
-        self.address.and_then(client_at)
+        match &self.holder {
+            Some(holder) => client_with(holder),
+            None => self.address.and_then(client_at),
+        }
+    }
+
+    /// Where the call comes from.
+    pub(crate) fn network(&self) -> Option<IpAddr> {
+        self.address.map(network_of)
     }
 
     /// The holder of its token.
@@ -99,9 +107,9 @@ impl Caller {
     /// that it gives itself. Empty without either.
     pub(crate) fn account(&self) -> String {
         if let Some(holder) = &self.holder {
-            return format!("token {:?}", holder.name);
+            return account_of_token(&holder.name);
         }
-        self.client()
+        self.network()
             .map(|address| address.to_string())
             .unwrap_or_default()
     }
@@ -161,6 +169,11 @@ impl Caller {
             deadline: self.deadline,
         })
     }
+}
+
+/// The account of a token, by its name.
+pub fn account_of_token(name: &str) -> String {
+    format!("token {name:?}")
 }
 
 #[cfg(test)]
@@ -263,7 +276,11 @@ mod tests {
             assert_eq!(other.reach().has(&alice.account()), has, "{other:?}");
             assert_eq!(other.reach_of_jobs().has(&alice.account()), has_jobs, "{other:?}");
         }
+        let elsewhere = Caller::new("10.0.0.1:1".parse().ok(), None, alice.holder.clone());
+        assert_eq!(alice.client(), elsewhere.client(), "from whichever address");
+        assert_ne!(alice.client(), of("bob", Role::Generate).client());
         let address = Caller::at(Some("10.0.0.1:1"));
+        assert_ne!(address.client(), elsewhere.client());
         assert!(!of("10.0.0.1", Role::Generate).reach().has(&address.account()));
     }
 

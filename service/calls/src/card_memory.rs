@@ -16,6 +16,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use turns::Turns;
 
+use crate::allowance::check_model;
 use crate::asked::Asked;
 use crate::bounds::Bounds;
 use crate::budget::Client;
@@ -390,7 +391,8 @@ impl CardMemory {
         let client = caller.name(client_id)?;
         let ttl = time_to_live(ttl, DEFAULT_HOLD, LONGEST_HOLD)?;
         let entry = self.entries.entry(model).await?;
-        let (residency, owner) = (self.clone(), caller.client());
+        check_model(&entry, caller.holder())?;
+        let (residency, owner) = (self.clone(), caller.account());
         let queue = self.queue.within(caller.reach());
         to_its_end(async move {
             let key = format!("{client}\n{}", entry.key);
@@ -501,7 +503,7 @@ impl CardMemory {
         }
         let process = (request.process_id > 0).then(|| process_for(caller, request.process_id));
         let process = process.transpose()?;
-        let (residency, owner) = (self.clone(), caller.client());
+        let (residency, owner) = (self.clone(), caller.account());
         to_its_end(async move {
             let reservations = &residency.bounds.reservations;
             let key = match &renewed {

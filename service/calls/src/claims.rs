@@ -7,14 +7,13 @@ use std::time::Duration;
 use engine::Error;
 use tokio::time::Instant;
 
-use crate::budget::Client;
-
 /// The claims of one kind.
 pub(crate) struct Claims {
     /// Plural noun of the kind, in messages and in the name of its setting.
     what: &'static str,
     most_per_client: usize,
-    made: Mutex<HashMap<Client, HashMap<String, Made>>>,
+    /// By account: by token, without tokens by address.
+    made: Mutex<HashMap<String, HashMap<String, Made>>>,
 }
 
 struct Made {
@@ -33,14 +32,14 @@ impl Claims {
     }
 
     /// Counts a claim before it is granted. The same `key` again is the same claim, renewed.
-    pub(crate) fn begin(&self, client: Client, key: String, ttl: Duration) -> Result<Claim<'_>, Error> {
+    pub(crate) fn begin(&self, account: String, key: String, ttl: Duration) -> Result<Claim<'_>, Error> {
         let now = Instant::now();
         let mut made = self.lock();
         made.retain(|_, own| {
             own.retain(|_, each| each.until > now);
             !own.is_empty()
         });
-        let own = made.entry(client).or_default();
+        let own = made.entry(account.clone()).or_default();
         let known = own.get(&key).map(|each| (each.id.clone(), each.until));
         if known.is_none() && own.len() >= self.most_per_client {
             let (what, most) = (self.what, self.most_per_client);
@@ -53,7 +52,7 @@ impl Claims {
         own.insert(key.clone(), Made { id, until });
         Ok(Claim {
             claims: self,
-            client,
+            account,
             key,
             until,
             known,
@@ -82,7 +81,7 @@ impl Claims {
     }
 
     /// A panic while it is locked leaves at most one claim too many or too few.
-    fn lock(&self) -> MutexGuard<'_, HashMap<Client, HashMap<String, Made>>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<String, HashMap<String, Made>>> {
         self.made.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -90,7 +89,7 @@ impl Claims {
 /// A requested claim. Dropping it without a grant restores the state before the request.
 pub(crate) struct Claim<'a> {
     claims: &'a Claims,
-    client: Client,
+    account: String,
     key: String,
     until: Instant,
     /// The earlier claim of this key, with an empty id where it was not granted yet.
@@ -106,7 +105,7 @@ impl Claim<'_> {
         };
         let mut all = self.claims.lock();
         // The entry may be missing if another request of this key has failed meanwhile.
-        let own = all.entry(self.client).or_default();
+        let own = all.entry(self.account.clone()).or_default();
         own.insert(self.key.clone(), made);
         self.is_granted = true;
     }
@@ -118,7 +117,7 @@ impl Drop for Claim<'_> {
             return;
         }
         let mut made = self.claims.lock();
-        let Some(own) = made.get_mut(&self.client) else {
+        let Some(own) = made.get_mut(&self.account) else {
             return;
         };
         let known = self.known.take().unwrap_or((String::new(), self.until));
@@ -131,7 +130,7 @@ impl Drop for Claim<'_> {
             };
         }
         if own.is_empty() {
-            made.remove(&self.client);
+            made.remove(&self.account);
         }
     }
 }
@@ -143,7 +142,7 @@ mod tests {
     const TTL: Duration = Duration::from_secs(60);
 
     fn claim(claims: &Claims, key: &str) -> bool {
-        match claims.begin(None, key.to_owned(), TTL) {
+        match claims.begin(String::new(), key.to_owned(), TTL) {
             Ok(claim) => {
                 claim.granted(&format!("id of {key}"));
                 true
@@ -157,7 +156,7 @@ mod tests {
         let claims = Claims::new("holds", 2);
         assert!(claim(&claims, "a") && claim(&claims, "b"));
         let refusal = claims
-            .begin(None, "c".to_owned(), TTL)
+            .begin(String::new(), "c".to_owned(), TTL)
             .err()
             .map(|refusal| refusal.to_string());
         assert!(refusal.is_some_and(|refusal| refusal.contains("limits.holds_per_client")));
@@ -170,16 +169,16 @@ mod tests {
             claim(&claims, "d") && claim(&claims, "e"),
             "the others have expired"
         );
-        let neighbour = Some(std::net::IpAddr::from([10, 0, 0, 1]));
+        let neighbour = "token \"bob\"".to_owned();
         assert!(claims.begin(neighbour, "a".to_owned(), TTL).is_ok());
     }
 
     #[tokio::test]
     async fn claims_that_are_not_granted_do_not_count() {
         let claims = Claims::new("holds", 1);
-        drop(claims.begin(None, "a".to_owned(), TTL));
+        drop(claims.begin(String::new(), "a".to_owned(), TTL));
         assert!(claim(&claims, "b"));
-        drop(claims.begin(None, "b".to_owned(), TTL)); // a renewal that fails leaves what there was
+        drop(claims.begin(String::new(), "b".to_owned(), TTL)); // a renewal that fails leaves what there was
         assert!(!claim(&claims, "c"));
     }
 
@@ -187,8 +186,8 @@ mod tests {
     async fn of_two_requests_with_one_key_only_the_granted_one_counts() {
         for the_first_fails in [false, true] {
             let claims = Claims::new("holds", 1);
-            let first = claims.begin(None, "a".to_owned(), TTL).unwrap();
-            let second = claims.begin(None, "a".to_owned(), TTL).unwrap();
+            let first = claims.begin(String::new(), "a".to_owned(), TTL).unwrap();
+            let second = claims.begin(String::new(), "a".to_owned(), TTL).unwrap();
             let (failed, granted) = match the_first_fails {
                 true => (first, second),
                 false => (second, first),

@@ -128,7 +128,7 @@ pub(crate) fn short(field: &str, name: &str) -> Result<(), Error> {
 }
 
 /// The message of an error to a client. For a missing model it suggests a pull. Paths are relative to the folders of
-/// models. Foreign text in it is escaped.
+/// models, and of others only the last name is told. Foreign text in it is escaped.
 pub fn words_of(error: &Error) -> String {
     let words = match error {
         Error::ModelNotFound { id } => match Reference::of_entry(id) {
@@ -137,7 +137,15 @@ pub fn words_of(error: &Error) -> String {
         },
         error => error.to_string(),
     };
-    let relative = paths::relative(&words);
+    let relative = match error {
+        // What their client has asked for itself, as it wrote it.
+        Error::ModelNotFound { .. }
+        | Error::LatentNotFound(_)
+        | Error::JobNotFound(_)
+        | Error::KeyReused(_)
+        | Error::TooLargeToJoin(_) => words.clone(),
+        _ => paths::relative(&words),
+    };
     if relative != words && is_told() {
         tracing::info!(error = words, "an error for a client names files");
     }

@@ -13,6 +13,7 @@ use model::{Image, InitImage, Medium, Model, Request, Role};
 use residency::Bytes;
 use tokio::sync::watch;
 
+use crate::allowance::check_models;
 use crate::asked::{Asked, StartFrom, check_output};
 use crate::bounds::Bounds;
 use crate::budget::{Budget, Taken};
@@ -239,9 +240,21 @@ impl Generation {
 
     /// Puts a job into the queue, if its caller's token may have it. Every job of a caller comes by here. A job that is detached by it
     /// has a second handle, for its keeper.
-    async fn submit_kept(&self, spec: JobSpec, caller: &Caller) -> Result<(Job, Option<Job>), Error> {
+    async fn submit_kept(&self, mut spec: JobSpec, caller: &Caller) -> Result<(Job, Option<Job>), Error> {
         let (allowances, holder) = (&self.bounds.allowances, caller.holder());
-        let amounts = allowances.admit(&spec, holder)?;
+        check_models(&spec, holder)?;
+        let amounts = match allowances.admit(&spec, holder) {
+            // A request that is sent again asks for nothing new if its job is there: it was counted the first time. Without places for
+            // more jobs it can join that job, and nothing else.
+            Err(refused) if !spec.options.idempotency_key.is_empty() => {
+                spec.options.most_jobs = Some(0);
+                return match self.queue.submit_kept(spec).await {
+                    Err(Error::TokenLimit { .. }) => Err(refused),
+                    joined => joined,
+                };
+            }
+            amounts => amounts?,
+        };
         let job = self.queue.submit_kept(spec).await;
         if job.as_ref().map_or(true, |(job, _)| job.joined) {
             allowances.forget(amounts, holder);

@@ -54,8 +54,8 @@ use tokio::sync::watch;
 
 pub use asked::{Asked, AskedTask, AskedTrack, OfMedium};
 pub use bounds::Bounds;
-pub use budget::{Budget, Client, Exceeded, Taken, client_at};
-pub use caller::{AskedOptions, Caller};
+pub use budget::{Budget, Client, Exceeded, Taken, Who, client_at, client_with};
+pub use caller::{AskedOptions, Caller, account_of_token};
 pub use card_memory::{
     AskedLoad, AskedReservation, CardMemory, ListedModel, Listing, ModelDetails, Plan, Planned,
     ServiceStatus, policy_name,

@@ -56,7 +56,7 @@ impl Pulling {
         caller: &Caller,
     ) -> Result<(String, PullPlan), PullError> {
         let model = self.pullable(id, revision)?;
-        let plan = self.pulls.plan(&model, caller.client()).await?;
+        let plan = self.pulls.plan(&model, caller.network()).await?;
         Ok((model.listed_id(), plan))
     }
 
@@ -70,7 +70,7 @@ impl Pulling {
         revision: &str,
         caller: &Caller,
     ) -> Result<impl Stream<Item = Result<PullEvent, PullError>> + Send + 'static, PullError> {
-        let mut pull = self.pulls.join(self.pullable(id, revision)?, caller.client());
+        let mut pull = self.pulls.join(self.pullable(id, revision)?, caller.network());
         let (models, mut stopping) = (self.models.clone(), self.stopping.clone());
         Ok(async_stream::try_stream! {
             yield PullEvent::Progress(Progress::default());

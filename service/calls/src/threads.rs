@@ -1,13 +1,13 @@
 //! Work on threads that may block. All work of a call takes a turn of a bounded pool, in which one client has only its share. Work
 //! does not begin when its caller has gone, and long work checks at intervals whether it is cancelled.
 
-use std::net::IpAddr;
 use std::sync::LazyLock;
 
 use engine::Error;
 use media::{CancelToken, Cancelled};
 use turns::Turn;
 
+use crate::budget::Client;
 use crate::errors::internal;
 
 /// Most pictures and tracks that are decoded at a time.
@@ -28,7 +28,7 @@ pub(crate) fn processors() -> usize {
 }
 
 /// Whose share of the turns some work takes: a kind of work of a client by its address.
-pub(crate) type Owner = (&'static str, Option<IpAddr>);
+pub(crate) type Owner = (&'static str, Client);
 
 /// Turns of work on threads, with owners. Cheap to clone.
 #[derive(Clone)]

@@ -102,7 +102,8 @@ impl Connection {
         let own = own
             .as_ref()
             .map(|(certificate, key)| (&certificate[..], &key[..]));
-        let fingerprint = fingerprint_of(client, kept.as_ref())?.filter(|_| address.encrypted);
+        let fingerprint = fingerprint_of(client, kept.as_ref())?;
+        check_fingerprint(&address, fingerprint)?;
         let connector = fingerprint
             .map(|fingerprint| PinnedConnector::new(fingerprint, own))
             .transpose();
@@ -111,7 +112,7 @@ impl Connection {
             let channel = match connector {
                 // tonic would ask for a TLS of its own at https://, and dials the same machine and port at http://.
                 Some(connector) => {
-                    let url = address.key().replacen("https://", "http://", 1);
+                    let url = address.url.replacen("https://", "http://", 1);
                     let endpoint = endpoint_at(url).map_err(|problem| unreachable(root_cause(&problem)))?;
                     endpoint.connect_with_connector(connector).await
                 }
@@ -179,6 +180,21 @@ fn endpoint_at(url: String) -> Result<Endpoint, tonic::transport::Error> {
     Ok(endpoint)
 }
 
+/// Refuses a fingerprint where there is no certificate that could have it: who names one means to know who answers.
+///
+/// # Errors
+/// [`CliError::Usage`].
+pub(super) fn check_fingerprint(address: &Address, fingerprint: Option<Fingerprint>) -> Result<(), CliError> {
+    match fingerprint {
+        Some(_) if !address.encrypted => Err(CliError::Usage(format!(
+            "a fingerprint is for TLS, and {} is reached without it: write {}, or leave the fingerprint out",
+            address.url,
+            address.url.replacen("http://", "https://", 1)
+        ))),
+        _ => Ok(()),
+    }
+}
+
 /// The fingerprint of the service's certificate: as set, else as it is kept for the address.
 fn fingerprint_of(
     client: &ClientSettings,
@@ -197,7 +213,7 @@ fn kept_for(client: &ClientSettings, address: &Address) -> Result<Option<Credent
         return Ok(None);
     };
     let kept = access::Credentials::read(file).map_err(|problem| CliError::file(file, problem))?;
-    Ok(kept.of(&address.key()).cloned())
+    Ok(kept.of(&address.url).cloned())
 }
 
 /// The `authorization` header: with the token of a file, else with that which is kept for the address.
@@ -206,7 +222,7 @@ fn header_of(
     kept: Option<&Credential>,
 ) -> Result<Option<MetadataValue<Ascii>>, CliError> {
     let (token, file) = match (&client.token, &client.token_file, kept) {
-        (Some(token), ..) => (token.to_string(), Path::new("")),
+        (Some(token), ..) => (token.reveal().to_owned(), Path::new("")),
         (None, Some(file), _) => {
             let token = bounded::token(file).map_err(|problem| CliError::file(file, problem))?;
             (token, file.as_path())
@@ -217,13 +233,14 @@ fn header_of(
         ),
         (None, None, None) => return Ok(None),
     };
-    let header = format!("Bearer {token}").parse().map_err(|_| {
+    let mut header: MetadataValue<Ascii> = format!("Bearer {token}").parse().map_err(|_| {
         CliError::file(
             file,
             "the token has characters that are not ASCII: write the token of the service",
         )
-    });
-    header.map(Some)
+    })?;
+    header.set_sensitive(true); // it is shown nowhere, and kept in no table of the connection
+    Ok(Some(header))
 }
 
 /// A certificate and its key, in PEM.
@@ -335,9 +352,10 @@ impl Refusal {
                 "name the token's file with --token-file, or keep the token for this address with `moored token use`; that of \
                  MOORED_TOKEN_FILE or of a configuration file goes to the address beside it alone"
             }
+            // A limit of a token says by itself when it may work again, if ever.
+            v1::Reason::TokenLimit => return None,
             v1::Reason::QueueFull
             | v1::Reason::ClientLimit
-            | v1::Reason::TokenLimit
             | v1::Reason::CardNotReady
             | v1::Reason::DiskNotReady
             | v1::Reason::NotKept
@@ -410,6 +428,36 @@ impl fmt::Display for Refusal {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_fingerprint_is_refused_where_no_certificate_could_have_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("credentials.json");
+        let pinned = Fingerprint::of(b"certificate");
+        let kept = Credential {
+            token: "secret".to_owned(),
+            fingerprint: pinned.to_string(),
+        };
+        access::Credentials::keep(&file, "http://127.0.0.1:1", Some(kept)).unwrap();
+        for (fingerprint, credentials) in [(Some(pinned), None), (None, Some(file))] {
+            let client = ClientSettings {
+                endpoint: "http://127.0.0.1:1".to_owned(),
+                token: None,
+                token_file: None,
+                ca_file: None,
+                fingerprint,
+                certificate: None,
+                credentials,
+                insecure_token: false,
+                name: "ann".to_owned(),
+            };
+            let refused = Connection::open(&client).await.err();
+            let Some(CliError::Usage(told)) = refused else {
+                panic!("{refused:?}");
+            };
+            assert!(told.contains("write https://127.0.0.1:1"), "{told}");
+        }
+    }
 
     #[test]
     fn an_address_shows_loopback_and_encryption() {

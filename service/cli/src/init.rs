@@ -19,19 +19,14 @@ pub(super) fn run(config: &Config, as_json: bool) -> Result<(), CliError> {
     let certificates = access::make_own(state, &config::host_name()).map_err(failed)?;
     let fingerprint = certificates.fingerprint().map_err(failed)?;
     let store = TokenStore::of(state);
-    let secret = match store.read()? {
-        Some(_) => None,
-        None => Some(
-            store
-                .make(
-                    FIRST,
-                    Role::Administer,
-                    Allowance::default(),
-                    None,
-                    SystemTime::now(),
-                )?
-                .0,
-        ),
+    // Where all were withdrawn, nobody could use the service.
+    let secret = match store.read()?.is_none_or(|tokens| tokens.is_empty()) {
+        false => None,
+        true => {
+            let now = SystemTime::now();
+            let (secret, _) = store.make(FIRST, Role::Administer, Allowance::default(), None, now)?;
+            Some(secret)
+        }
     };
     if as_json {
         return screen::json(&json!({

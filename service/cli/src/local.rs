@@ -1,6 +1,5 @@
 //! A service inside of this program, for commands that need one while they last.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use access::{Secret, TokenStore};
@@ -32,8 +31,8 @@ impl LocalService {
         let client = config.client.clone();
         config.service.certificates = None; // it listens on loopback, for this command
         // Where others need a token, this command is the only client.
-        let token = match TokenStore::of(&config.service.state).file().exists() {
-            true => Some(Arc::from(Secret::new()?.reveal())),
+        let token = match TokenStore::of(&config.service.state).is_there()? {
+            true => Some(Secret::new()?),
             false => None,
         };
         config.service.own_token.clone_from(&token);
@@ -51,6 +50,7 @@ impl LocalService {
                 endpoint: format!("http://{address}"),
                 token,
                 token_file,
+                fingerprint: None, // that of another service: this one has no certificate
                 ..client
             };
             let connection = Connection::open(&client).await?;

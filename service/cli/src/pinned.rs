@@ -10,8 +10,7 @@ use access::Fingerprint;
 use hyper_util::rt::TokioIo;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
 use rustls::crypto::CryptoProvider;
-use rustls::pki_types::pem::PemObject as _;
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, OtherError, SignatureScheme};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
@@ -98,9 +97,10 @@ impl PinnedConnector {
         let mut config = match own {
             None => builder.with_no_client_auth(),
             Some((certificate, key)) => {
-                let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(certificate).collect();
-                let chain = chain.map_err(|problem| problem.to_string())?;
-                let key = PrivateKeyDer::from_pem_slice(key).map_err(|problem| problem.to_string())?;
+                let (chain, key) = (
+                    access::certificates_in_pem(certificate)?,
+                    access::key_in_pem(key)?,
+                );
                 builder
                     .with_client_auth_cert(chain, key)
                     .map_err(|problem| problem.to_string())?

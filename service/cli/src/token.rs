@@ -10,7 +10,7 @@ use clap::{Args, Subcommand};
 use config::{Address, ClientSettings, Config, bounded};
 use serde_json::{Value, json};
 
-use crate::{CliError, screen};
+use crate::{CliError, connection, screen};
 
 #[derive(Debug, Args)]
 pub(super) struct Token {
@@ -130,7 +130,7 @@ impl Make {
 
 fn make(store: &TokenStore, options: Make, as_json: bool) -> Result<(), CliError> {
     let allowance = options.allowance()?;
-    let was_asked_for = store.file().exists();
+    let was_asked_for = store.is_there()?;
     let (secret, record) = store.make(
         &options.name,
         options.role,
@@ -218,7 +218,9 @@ fn seconds_now() -> u64 {
 
 /// Keeps the token in a file for the endpoint, or forgets the one that is kept.
 fn keep(client: &ClientSettings, from: Option<&Path>, as_json: bool) -> Result<(), CliError> {
-    let endpoint = Address::of(&client.endpoint).map_err(CliError::Usage)?.key();
+    let address = Address::of(&client.endpoint).map_err(CliError::Usage)?;
+    connection::check_fingerprint(&address, client.fingerprint)?;
+    let endpoint = address.url;
     let Some(file) = &client.credentials else {
         let problem = "there is no home folder for tokens: set client.credentials to a file".to_owned();
         return Err(CliError::Usage(problem));
@@ -231,8 +233,8 @@ fn keep(client: &ClientSettings, from: Option<&Path>, as_json: bool) -> Result<(
             .unwrap_or_default(),
     });
     let is_kept = credential.is_some();
-    let kept = Credentials::read(file).and_then(|kept| kept.keep(file, &endpoint, credential));
-    let was_there = kept.map_err(|problem| CliError::file(file, problem))?;
+    let was_there =
+        Credentials::keep(file, &endpoint, credential).map_err(|problem| CliError::file(file, problem))?;
     match (as_json, is_kept, was_there) {
         (true, ..) => screen::json(&json!({"endpoint": endpoint, "kept": is_kept})),
         (false, true, _) => screen::text(&format!("kept for {endpoint}, in {}", file.display())),

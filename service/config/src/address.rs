@@ -1,72 +1,94 @@
-//! The address of a service, as it is configured.
+//! The address of a service, as it is configured. The Python client reads addresses by the same rule; `client-py/tests/addresses.json` holds
+//! the tests of both to it.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+/// The port of a service without TLS, where none is named: that on which it listens by itself.
+const PORT: u16 = 50051;
+/// The port of `https://`, where none is named: that of the proxy before it.
+const HTTPS_PORT: u16 = 443;
 
 /// The address of a service.
 pub struct Address {
-    /// URL with its scheme.
+    /// Scheme, host and port, by which credentials are kept too: `https://box:50051`.
     pub url: String,
     pub encrypted: bool,
     /// Whether the service is on this machine.
     pub is_here: bool,
-    /// Where a service must listen to answer at this address; `None` unless it is HTTP on loopback, with a port.
+    /// Where a service must listen to answer at this address; `None` unless it is HTTP on loopback.
     pub listen: Option<SocketAddr>,
 }
 
 impl Address {
-    /// The address as credentials are kept by it: scheme, host and port.
-    pub fn key(&self) -> String {
-        let uri: http::Uri = self.url.parse().unwrap_or_default();
-        let (scheme, port) = match self.encrypted {
-            true => ("https", 443),
-            false => ("http", 80),
-        };
-        let host = uri.host().unwrap_or_default().to_ascii_lowercase();
-        format!("{scheme}://{host}:{}", uri.port_u16().unwrap_or(port))
-    }
-
-    /// An address with or without its scheme.
+    /// An address with or without its scheme and its port.
     ///
     /// # Errors
     /// For people: why it is no address, and what to write.
     pub fn of(endpoint: &str) -> Result<Address, String> {
-        let url = match endpoint.split_once("://") {
-            Some(_) => endpoint.to_owned(),
-            None => format!("http://{endpoint}"),
-        };
         let wrong = || format!("{endpoint:?} is no address: write http://HOST:PORT, or https://HOST:PORT");
-        let uri: http::Uri = url.parse().map_err(|_| wrong())?;
-        let encrypted = match uri.scheme_str() {
-            Some("http") => false,
-            Some("https") => true,
-            _ => return Err(wrong()),
+        let (encrypted, rest) = match endpoint.trim().split_once("://") {
+            None => (false, endpoint.trim()),
+            Some((scheme, rest)) if scheme.eq_ignore_ascii_case("http") => {
+                (false, rest.trim_end_matches('/'))
+            }
+            Some((scheme, rest)) if scheme.eq_ignore_ascii_case("https") => {
+                (true, rest.trim_end_matches('/'))
+            }
+            Some(_) => return Err(wrong()),
         };
-        let host = uri.host().unwrap_or_default().trim_matches(['[', ']']);
-        let authority = uri.authority().map(|authority| authority.as_str());
-        // `http` accepts any port, and also a name and a password before the host, which would be ignored.
-        let is_port = |port: &str| port.parse::<u16>().is_ok_and(|port| port > 0);
-        let after_host = authority.and_then(|all| all.strip_prefix(uri.host().unwrap_or_default()));
-        let is_whole =
-            after_host.is_some_and(|after| after.is_empty() || after.strip_prefix(':').is_some_and(is_port));
-        if host.is_empty() || !is_whole {
-            return Err(wrong());
-        }
-        let is_localhost = host.eq_ignore_ascii_case("localhost");
-        let ip = host
-            .parse()
-            .ok()
-            .or(is_localhost.then_some(IpAddr::V4(Ipv4Addr::LOCALHOST)));
+        let has_scheme = endpoint.contains("://");
+        let (host, port) = match rest.parse::<Ipv6Addr>() {
+            Ok(_) if !has_scheme => (format!("[{rest}]"), None),
+            _ => host_and_port(rest).ok_or_else(wrong)?,
+        };
+        let port = port.unwrap_or(match encrypted {
+            true => HTTPS_PORT,
+            false => PORT,
+        });
+        let host = host.to_ascii_lowercase();
+        let ip = match host.as_str() {
+            "localhost" => Some(IpAddr::V4(Ipv4Addr::LOCALHOST)),
+            host => host.trim_matches(['[', ']']).parse().ok(),
+        };
         let here = ip.filter(|ip| ip.to_canonical().is_loopback());
+        let scheme = match encrypted {
+            true => "https",
+            false => "http",
+        };
         Ok(Address {
             listen: here
                 .filter(|_| !encrypted)
-                .zip(uri.port_u16())
-                .map(SocketAddr::from),
+                .map(|here| SocketAddr::from((here, port))),
             is_here: here.is_some(),
-            url,
+            url: format!("{scheme}://{host}:{port}"),
             encrypted,
         })
     }
+}
+
+/// A host, with the brackets of an IPv6 address, and its port; `None` for another text, such as one with a name and a password.
+fn host_and_port(text: &str) -> Option<(String, Option<u16>)> {
+    let of_name = |letter: char| letter.is_ascii_alphanumeric() || "-._".contains(letter);
+    let (host, after) = match text.strip_prefix('[') {
+        Some(rest) => {
+            let (ip, after) = rest.split_once(']')?;
+            ip.parse::<Ipv6Addr>().ok()?;
+            (format!("[{ip}]"), after)
+        }
+        None => {
+            let end = text.find(|letter| !of_name(letter)).unwrap_or(text.len());
+            (text[..end].to_owned(), &text[end..])
+        }
+    };
+    let port = match after.strip_prefix(':') {
+        None if after.is_empty() => None,
+        None => return None,
+        Some(digits) if digits.bytes().all(|digit| digit.is_ascii_digit()) => {
+            Some(digits.parse::<u16>().ok().filter(|port| *port > 0)?)
+        }
+        Some(_) => return None,
+    };
+    (!host.is_empty()).then_some((host, port))
 }
 
 #[cfg(test)]
@@ -74,44 +96,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_has_a_host_and_at_most_a_port() {
-        let url = |text: &str| Address::of(text).map(|address| address.url).ok();
-        for right in [
-            "http://box",
-            "https://box.example:443/path",
-            "http://[::1]:7",
-            "http://1.2.3.4:7/",
-            "http://7:7",
-        ] {
-            assert_eq!(url(right).as_deref(), Some(right));
+    fn addresses_are_read_as_the_python_client_reads_them() {
+        #[derive(serde::Deserialize)]
+        struct Case {
+            written: String,
+            key: Option<String>,
         }
-        assert_eq!(url("box:7").as_deref(), Some("http://box:7"));
-        for wrong in [
-            "",
-            "http://",
-            ":7",
-            "box:",
-            "box:0",
-            "box:65536",
-            "unix:/run/x",
-            "ftp://box",
-            "http://user:password@box",
-            "http://a b",
-            "http://[::1",
-        ] {
-            assert_eq!(url(wrong), None, "{wrong:?}");
+        let cases: Vec<Case> =
+            serde_json::from_str(include_str!("../../../client-py/tests/addresses.json")).unwrap();
+        assert!(cases.len() > 30);
+        for case in cases {
+            let read = Address::of(&case.written).ok().map(|address| address.url);
+            assert_eq!(read, case.key, "{:?}", case.written);
         }
+        // The Python client has sockets and this one does not.
+        assert!(Address::of("unix:/run/x").is_err());
     }
 
     #[test]
-    fn a_key_has_the_scheme_the_host_and_the_port() {
-        for (endpoint, key) in [
-            ("https://Box", "https://box:443"),
-            ("https://box:50051/", "https://box:50051"),
-            ("HTTPS://[::1]:7", "https://[::1]:7"),
-            ("box:50051", "http://box:50051"),
-        ] {
-            assert_eq!(Address::of(endpoint).unwrap().key(), key);
+    fn an_address_is_read_again_as_itself() {
+        for endpoint in ["box", "https://[::1]", "HTTP://BOX:7"] {
+            let url = Address::of(endpoint).unwrap().url;
+            assert_eq!(Address::of(&url).unwrap().url, url);
         }
     }
 
@@ -125,15 +131,11 @@ mod tests {
             ("http://127.0.0.1:50051", "127.0.0.1:50051"),
             ("localhost:7", "127.0.0.1:7"),
             ("http://[::1]:7/", "[::1]:7"),
+            ("localhost", "127.0.0.1:50051"),
         ] {
             assert_eq!(listen(endpoint).as_deref(), Some(socket));
         }
-        for elsewhere in [
-            "http://gpu:50051",
-            "https://127.0.0.1:50051",
-            "http://10.0.0.1:1",
-            "http://localhost",
-        ] {
+        for elsewhere in ["http://gpu:50051", "https://127.0.0.1:50051", "http://10.0.0.1:1"] {
             assert_eq!(listen(elsewhere), None, "{elsewhere}");
         }
     }

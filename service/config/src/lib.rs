@@ -16,10 +16,9 @@ mod tables;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
-use access::{Certificates, Fingerprint};
+use access::{Certificates, Fingerprint, Secret};
 use figment::providers::Env;
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName};
 use ops::Fp8Products;
@@ -92,7 +91,7 @@ pub struct ServiceSettings {
     /// Whether it may listen beyond loopback without tokens.
     pub allow_without_tokens: bool,
     /// The token of the program that starts this service for itself alone, in place of all others. It is no setting.
-    pub own_token: Option<Arc<str>>,
+    pub own_token: Option<Secret>,
     pub max_message: Bytes,
     pub drain: Duration,
     pub state: PathBuf,
@@ -284,7 +283,7 @@ pub struct QuantizationSettings {
 pub struct ClientSettings {
     pub endpoint: String,
     /// A token before all others. It is no setting.
-    pub token: Option<Arc<str>>,
+    pub token: Option<Secret>,
     pub token_file: Option<PathBuf>,
     /// CA certificates for `https://`; `None`: the system's.
     pub ca_file: Option<PathBuf>,

@@ -269,7 +269,7 @@ impl ClientSettings {
 /// Whether two endpoints are one. What is no address is none's.
 fn same(one: &str, other: &str) -> bool {
     match (Address::of(one), Address::of(other)) {
-        (Ok(one), Ok(other)) => one.key() == other.key(),
+        (Ok(one), Ok(other)) => one.url == other.url,
         _ => false,
     }
 }

@@ -90,6 +90,8 @@ pub enum CancelledBy {
     Left,
     /// The last listener was dropped, because it did not read.
     Unread,
+    /// The token that it was submitted with was withdrawn.
+    Withdrawn,
 }
 
 impl fmt::Display for CancelledBy {
@@ -105,6 +107,9 @@ impl fmt::Display for CancelledBy {
             }
             CancelledBy::Left => f.write_str("cancelled: its client left, or the connection to it was lost"),
             CancelledBy::Unread => f.write_str("cancelled: its client did not read the results"),
+            CancelledBy::Withdrawn => {
+                f.write_str("cancelled: the token that it was submitted with was withdrawn")
+            }
         }
     }
 }

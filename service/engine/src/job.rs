@@ -68,13 +68,19 @@ pub struct JobOptions {
 }
 
 /// Whose jobs, latents and holds a call may use. What is out of its reach is not there for it.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reach {
     /// Everybody's: ids are all that is needed.
-    #[default]
     All,
     /// Those of one account.
     Own(String),
+}
+
+/// What is forgotten opens nothing: what is nobody's in particular, and nothing of any account.
+impl Default for Reach {
+    fn default() -> Reach {
+        Reach::Own(String::new())
+    }
 }
 
 impl Reach {
@@ -366,6 +372,18 @@ mod tests {
     use model::{Audio, Medium, Quantization};
 
     use super::*;
+
+    #[test]
+    fn a_reach_that_was_not_set_reaches_nothing_of_an_account() {
+        let kept = serde_json::to_value(JobOptions::default()).unwrap();
+        let mut without = kept.clone();
+        without.as_object_mut().unwrap().remove("reach");
+        for options in [kept, without] {
+            let options: JobOptions = serde_json::from_value(options).unwrap();
+            assert!(!options.reach.has("token \"alice\"") && !options.reach.has("10.0.0.1"));
+            assert!(options.reach.has(""), "what is nobody's");
+        }
+    }
 
     #[tokio::test]
     async fn a_job_is_serialized_with_its_deadline_as_a_time_of_the_wall_clock() {

@@ -6,9 +6,10 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
-use access::{Holder, Role, Tokens};
-use calls::{Client, LogInterval};
-use futures::future::Either;
+use access::{Holder, Role, TokenHash, Tokens};
+use calls::{Client, LogInterval, Who};
+use futures::FutureExt as _;
+use futures::future::{BoxFuture, Either};
 use tokio::sync::watch;
 use tonic::body::Body;
 use tonic::codegen::Service;
@@ -18,6 +19,7 @@ use tonic::codegen::http::{HeaderMap, Request, Response};
 use crate::limits::{client_of, lock};
 use crate::methods::{Admitted, Method, Needs, method_at};
 use crate::refusal::{Answer, Refusal};
+use crate::withdrawn::{self, Guarded, Withdrawn};
 
 /// The tokens of which calls must carry one, as they are now.
 #[derive(Clone)]
@@ -27,6 +29,14 @@ pub struct Gate {
     last_refusal_log: Arc<Mutex<LogInterval>>,
 }
 
+/// A token that was shown with a call, and counts.
+struct Shown {
+    hash: TokenHash,
+    holder: Arc<Holder>,
+}
+
+/// How often it is looked whether the token of a call that is being answered has expired.
+const EXPIRY_INTERVAL: Duration = Duration::from_secs(10);
 /// Least time between two refusals in the log.
 const REFUSAL_LOG_INTERVAL: Duration = Duration::from_secs(1);
 
@@ -54,16 +64,35 @@ impl Gate {
     ///
     /// # Errors
     /// When the token is missing or wrong: the reason, for people.
-    fn check(&self, headers: &HeaderMap) -> Result<Option<Arc<Holder>>, &'static str> {
+    fn check(&self, headers: &HeaderMap) -> Result<Option<Shown>, &'static str> {
         let tokens = self.tokens.borrow();
         if !tokens.are_needed {
             return Ok(None);
         }
         let sent = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
-        match sent.and_then(bearer) {
-            Some(token) => tokens.holder_of(token, SystemTime::now()).map(Some),
+        match sent.and_then(bearer).map(TokenHash::of) {
+            Some(hash) => {
+                let holder = tokens.holder_by(&hash, SystemTime::now())?;
+                Ok(Some(Shown { hash, holder }))
+            }
             None => Err("this service requires a token: send `authorization: Bearer TOKEN`"),
         }
+    }
+
+    /// Resolves when the token with this hash no longer counts.
+    fn withdrawn(&self, hash: TokenHash) -> Withdrawn {
+        let mut tokens = self.tokens.clone();
+        Box::pin(async move {
+            let counts = |tokens: &Tokens| tokens.holder_by(&hash, SystemTime::now()).is_ok();
+            while counts(&tokens.borrow_and_update()) {
+                match tokio::time::timeout(EXPIRY_INTERVAL, tokens.changed()).await {
+                    // They have changed, or one may have expired.
+                    Ok(Ok(())) | Err(_) => {}
+                    // They never change.
+                    Ok(Err(_)) => std::future::pending().await,
+                }
+            }
+        })
     }
 
     /// Logs a refusal; one a second at the most, so that an attack cannot fill the disk.
@@ -71,7 +100,10 @@ impl Gate {
         if !lock(&self.last_refusal_log).allow(REFUSAL_LOG_INTERVAL) {
             return;
         }
-        let client = client.map_or_else(|| "unknown".to_owned(), |client| client.to_string());
+        let client = match client {
+            Some(Who::Address(address)) => address.to_string(),
+            Some(Who::Token(_)) | None => "unknown".to_owned(),
+        };
         tracing::warn!(client, why, "a call was refused");
     }
 }
@@ -115,10 +147,11 @@ impl<S> Access<S> {
 impl<S> Service<Request<Body>> for Access<S>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>,
+    S::Future: Send + 'static,
 {
     type Response = Response<Body>;
     type Error = Infallible;
-    type Future = Either<Ready<Result<Response<Body>, Infallible>>, S::Future>;
+    type Future = Either<Ready<Result<Response<Body>, Infallible>>, Answered<S::Future>>;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         self.inner.poll_ready(context)
@@ -129,20 +162,44 @@ where
         let checked = self.gate.check(request.headers());
         let refused = match &checked {
             Err(why) if method.needs != Needs::Nothing => Some(Refusal::Unauthenticated((*why).to_owned())),
-            Ok(Some(holder)) => check_method(method, holder).err(),
+            Ok(Some(shown)) => check_method(method, &shown.holder).err(),
             _ => None,
         };
         if let Some(refusal) = refused {
             self.gate.log_refusal(client_of(&request), &refusal.to_string());
             return Either::Left(ready(Ok((self.answer)(refusal))));
         }
-        let (is_known, holder) = (checked.is_ok(), checked.ok().flatten());
+        let (is_known, shown) = (checked.is_ok(), checked.ok().flatten());
         request.extensions_mut().insert(Admitted {
             method,
             is_known,
-            holder,
+            holder: shown.as_ref().map(|shown| shown.holder.clone()),
         });
-        Either::Right(self.inner.call(request))
+        let answered = self.inner.call(request);
+        Either::Right(match shown {
+            None => Either::Left(answered),
+            Some(shown) => {
+                Either::Right(guarded(answered, self.gate.withdrawn(shown.hash), self.answer).boxed())
+            }
+        })
+    }
+}
+
+/// An answer to a call, which ends with its token where it has one.
+type Answered<F> = Either<F, BoxFuture<'static, Result<Response<Body>, Infallible>>>;
+
+/// Answers a call for as long as its token counts.
+async fn guarded(
+    answered: impl Future<Output = Result<Response<Body>, Infallible>>,
+    mut withdrawn: Withdrawn,
+    answer: Answer,
+) -> Result<Response<Body>, Infallible> {
+    tokio::select! {
+        biased;
+        response = answered => {
+            Ok(response?.map(|body| Body::new(Guarded::new(body, withdrawn, answer))))
+        }
+        () = &mut withdrawn => Ok(answer(withdrawn::refusal())),
     }
 }
 
@@ -189,6 +246,37 @@ mod tests {
             assert!(!passes(&set, wrong), "{wrong:?}");
         }
         assert!(passes(&gate(None), None));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_token_that_is_withdrawn_or_expires_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = TokenStore::of(folder.path());
+        let make = |name: &str| {
+            let made = store.make(name, Role::Observe, Allowance::default(), None, SystemTime::now());
+            made.unwrap().0
+        };
+        let (alice, _bob) = (make("alice"), make("bob"));
+        let (change, tokens) = watch::channel(Tokens::read(&store, None).unwrap());
+        let gate = Gate::new(tokens);
+        let mut withdrawn = gate.withdrawn(TokenHash::of(alice.reveal()));
+        assert!(futures::poll!(withdrawn.as_mut()).is_pending());
+        store.withdraw("bob").unwrap();
+        change.send_replace(Tokens::read(&store, None).unwrap());
+        assert!(
+            futures::poll!(withdrawn.as_mut()).is_pending(),
+            "it was another one"
+        );
+        store.withdraw("alice").unwrap();
+        change.send_replace(Tokens::read(&store, None).unwrap());
+        withdrawn.await;
+        let lasts = Some(Duration::from_secs(1));
+        let ago = SystemTime::now() - Duration::from_secs(60);
+        let (expired, _) = store
+            .make("carol", Role::Observe, Allowance::default(), lasts, ago)
+            .unwrap();
+        change.send_replace(Tokens::read(&store, None).unwrap());
+        gate.withdrawn(TokenHash::of(expired.reveal())).await;
     }
 
     #[test]

@@ -4,7 +4,7 @@ use api::v1;
 use api::v1::event::Event as Kind;
 use calls::{
     Chunk, EventKind, KeptMedia, LONGEST_TEXT_CHARACTERS, ListedModel, MOST_LISTED, Plan, ResolvedModel,
-    ServiceStatus, millis, policy_name,
+    ServiceStatus, millis, paths, policy_name, words_of,
 };
 use engine::job::{JobEventKind, JobReport, LatentInfo, Priority, StageReport};
 use engine::queue::{CardStatus, JobInfo, PlannedStage, StatusReport, Streamed};
@@ -24,7 +24,7 @@ pub(crate) fn component_out(component: &Component) -> v1::Component {
 
 pub(crate) fn holder_out(holder: &Holder) -> v1::Holder {
     v1::Holder {
-        name: holder.name.clone(),
+        name: paths::relative(&holder.name), // programs are named by their files
         pid: holder.pid.unwrap_or(0),
         bytes: holder.bytes.0,
     }
@@ -194,7 +194,7 @@ pub(crate) fn job_out(job: &JobInfo) -> v1::JobInfo {
         steps: job.steps,
         queue_position: job.position,
         age_ms: millis(job.age),
-        error: job.error.as_ref().map(ToString::to_string).unwrap_or_default(),
+        error: job.error.as_ref().map(words_of).unwrap_or_default(),
         results_for_ms: None,
     }
 }
@@ -270,7 +270,7 @@ pub(crate) fn job_kind_out(kind: &JobEventKind, of: &OfJob<'_>) -> Option<Kind> 
             stage,
         } => Kind::Retrying(v1::Retrying {
             reason: reason.clone(),
-            message: message.clone(),
+            message: paths::relative(message),
             stage: stage.to_string(),
         }),
         JobEventKind::Stage {

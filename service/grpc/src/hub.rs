@@ -10,7 +10,7 @@ use futures::{Stream, StreamExt as _};
 use tonic::{Request, Response, Status};
 
 use crate::requests::{asked, caller_of};
-use crate::status::status_of_pull;
+use crate::status::{status_of_pull, status_of_pull_plan};
 
 /// The calls of `moored.v1.Hub`.
 pub(crate) struct HubService(pub(crate) Pulling);
@@ -24,7 +24,7 @@ impl Hub for HubService {
         let caller = caller_of(&request);
         let v1::PullModelRequest { id, revision } = asked(request)?;
         let planned = self.0.plan(&id, &revision, &caller).await;
-        let (id, plan) = planned.map_err(|problem| status_of_pull(&problem))?;
+        let (id, plan) = planned.map_err(|problem| status_of_pull_plan(&problem))?;
         Ok(Response::new(v1::PullPlan {
             id,
             revision: plan.revision,

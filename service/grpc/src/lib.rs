@@ -18,6 +18,7 @@ mod residency;
 mod server;
 mod sessions;
 mod status;
+mod withdrawn;
 
 pub use access::Gate;
 pub use limits::Tls;

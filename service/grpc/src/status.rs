@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use api::v1::Reason;
-use calls::{LONGEST_MESSAGE_CHARACTERS, LONGEST_TEXT_CHARACTERS, MOST_LISTED, invalid, words_of};
+use calls::{LONGEST_MESSAGE_CHARACTERS, LONGEST_TEXT_CHARACTERS, MOST_LISTED, invalid, paths, words_of};
 use engine::library::NotOpened;
 use engine::{CancelledBy, Error, Shortfall};
 use hub::{PullError, PullFailure};
@@ -54,7 +54,7 @@ pub(crate) fn status_of(error: &Error) -> Status {
     match error {
         Error::Invalid(fields) => details.push(bad_request(fields)),
         Error::Adapter { name, problem } => {
-            let field = format!("model.adapters[{name}]");
+            let field = paths::relative(&format!("model.adapters[{name}]"));
             details.push(bad_request(&[model::RequestError::new(field, problem)]));
         }
         Error::NeverFits(shortfall) => details.push(memory(shortfall)),
@@ -92,13 +92,26 @@ pub(crate) fn status_of(error: &Error) -> Status {
     with_details(code, &words_of(error), details)
 }
 
-/// The gRPC status of a failed pull.
+/// The gRPC status of a failed pull. Only who administers the service pulls, and is told which folder it is about.
 pub(crate) fn status_of_pull(error: &PullError) -> Status {
+    status_of_hub(error, &error.to_string())
+}
+
+/// The gRPC status of a pull that cannot be planned. Who only generates may ask for a plan.
+pub(crate) fn status_of_pull_plan(error: &PullError) -> Status {
+    status_of_hub(error, &paths::relative(&error.to_string()))
+}
+
+fn status_of_hub(error: &PullError, words: &str) -> Status {
+    let with_disk = |how| {
+        let details = vec![disk_info(how), retry(RETRY_DISK)];
+        with_details(Code::Unavailable, words, details)
+    };
     let (code, reason) = match error.kind() {
-        PullFailure::WrongName => return status_of(&invalid("id", error.to_string())),
+        PullFailure::WrongName => return status_of(&invalid("id", words)),
         PullFailure::ShuttingDown => return status_of(&Error::ShuttingDown),
-        PullFailure::DiskSilent => return with_disk(error, SILENT),
-        PullFailure::DiskBusy => return with_disk(error, BUSY),
+        PullFailure::DiskSilent => return with_disk(SILENT),
+        PullFailure::DiskBusy => return with_disk(BUSY),
         PullFailure::DiskFull => (Code::ResourceExhausted, Reason::DiskFull),
         PullFailure::NotSupported => (Code::FailedPrecondition, Reason::ModelUnsupported),
         PullFailure::Failed => (Code::FailedPrecondition, Reason::PullFailed),
@@ -107,12 +120,7 @@ pub(crate) fn status_of_pull(error: &PullError) -> Status {
     if code == Code::ResourceExhausted {
         details.push(retry(RETRY_DISK));
     }
-    with_details(code, &error.to_string(), details)
-}
-
-fn with_disk(error: &PullError, how: &str) -> Status {
-    let details = vec![disk_info(how), retry(RETRY_DISK)];
-    with_details(Code::Unavailable, &error.to_string(), details)
+    with_details(code, words, details)
 }
 
 impl From<Refusal> for Status {
@@ -152,6 +160,7 @@ fn cancellation(by: &CancelledBy) -> (&'static str, Option<&str>) {
         CancelledBy::Unload { client, .. } => ("unload", Some(client)),
         CancelledBy::Left => ("left", None),
         CancelledBy::Unread => ("unread", None),
+        CancelledBy::Withdrawn => ("withdrawn", None),
     }
 }
 
@@ -243,7 +252,7 @@ fn info_with<const N: usize>(reason: Reason, metadata: [(&str, String); N]) -> A
 /// The wrong fields that are named to a client, each with its problem. Both may repeat text of the client.
 pub(crate) fn listed(fields: &[model::RequestError]) -> impl Iterator<Item = (String, String)> {
     let listed = fields.iter().take(MOST_LISTED);
-    listed.map(|wrong| (shown(&wrong.field), shown(&wrong.problem)))
+    listed.map(|wrong| (shown(&wrong.field), shown(&paths::relative(&wrong.problem))))
 }
 
 fn bad_request(fields: &[model::RequestError]) -> Any {
@@ -444,5 +453,193 @@ mod tests {
             urls.contains(&"type.googleapis.com/google.rpc.RetryInfo".to_owned()),
             "{urls:?}"
         );
+    }
+
+    /// A path of the machine, as errors of files have them.
+    const SECRET: &str = "/srv/secret-folder/box/model.safetensors";
+
+    /// An error of each kind. Its texts name a path, but for those that a client has sent. A new kind of error does not compile here until
+    /// it is added.
+    fn errors_with_paths() -> Vec<Error> {
+        let path = || SECRET.to_owned();
+        let words = || format!("{SECRET}: cannot be read");
+        let shortfall = || {
+            Box::new(Shortfall {
+                stage: "denoise".to_owned(),
+                needed: residency::Bytes::gib(24),
+                free: residency::Bytes::gib(3),
+                capacity: residency::Bytes::gib(80),
+                holders: vec![residency::Holder {
+                    name: words(),
+                    pid: None,
+                    bytes: residency::Bytes::gib(1),
+                }],
+                fallbacks: Vec::new(),
+                smallest: Some((words(), residency::Bytes::gib(1))),
+                instead: Some(words()),
+                pinned: residency::Bytes::ZERO,
+            })
+        };
+        let limit = Duration::from_secs(60);
+        let all = vec![
+            invalid("model.id", words()),
+            Error::Adapter {
+                name: path(),
+                problem: words(),
+            },
+            Error::ModelNotFound {
+                id: "mine".to_owned(),
+            },
+            Error::ModelDamaged(words()),
+            NotOpened::Silent { path: path(), limit }.into(),
+            NotOpened::Busy { path: path(), limit }.into(),
+            Error::ModelChanged(words()),
+            Error::ModelUnsupported(words()),
+            Error::NeverFits(shortfall()),
+            Error::MemoryTaken(shortfall()),
+            Error::OutOfMemory(shortfall()),
+            Error::QueueFull { limit: 1 },
+            Error::TooManyJobs(engine::JobBound::Client {
+                client: path(),
+                limit: 1,
+            }),
+            Error::TooManyJobs(engine::JobBound::Address {
+                address: path(),
+                limit: 1,
+            }),
+            Error::TooManyJobs(engine::JobBound::Kept { places: 1 }),
+            Error::InputsFull {
+                kept: residency::Bytes::ZERO,
+                limit: residency::Bytes::ZERO,
+            },
+            Error::ClientLimit(words()),
+            Error::TokenLimit {
+                limit: "models",
+                problem: words(),
+                retry_after: None,
+            },
+            Error::SlowReader {
+                unread: residency::Bytes::ZERO,
+                limit: residency::Bytes::ZERO,
+            },
+            Error::Deadline {
+                state: engine::JobState::Queued,
+            },
+            Error::Cancelled(CancelledBy::Call {
+                client: "ann".to_owned(),
+            }),
+            Error::Cancelled(CancelledBy::Unload {
+                entry: Some("mine".to_owned()),
+                client: "ann".to_owned(),
+            }),
+            Error::Cancelled(CancelledBy::Left),
+            Error::Cancelled(CancelledBy::Unread),
+            Error::Cancelled(CancelledBy::Withdrawn),
+            Error::WorkerDied {
+                card: path(),
+                stage: words(),
+                deaths: 2,
+            },
+            Error::WorkerSilent {
+                card: path(),
+                stage: words(),
+                limit,
+            },
+            Error::CardNotReady(words()),
+            Error::NotFinite {
+                component: path(),
+                step: 1,
+            },
+            Error::LatentNotFound("latent-1".to_owned()),
+            Error::LatentWithoutDecoder,
+            Error::LatentMismatch(words()),
+            Error::JobNotFound("job-1".to_owned()),
+            Error::KeyReused("key".to_owned()),
+            Error::TooLargeToJoin("key".to_owned()),
+            Error::ShuttingDown,
+            Error::Internal(words()),
+        ];
+        for error in &all {
+            match error {
+                Error::Invalid(_)
+                | Error::Adapter { .. }
+                | Error::ModelNotFound { .. }
+                | Error::ModelDamaged(_)
+                | Error::NotOpened(_)
+                | Error::ModelChanged(_)
+                | Error::ModelUnsupported(_)
+                | Error::NeverFits(_)
+                | Error::MemoryTaken(_)
+                | Error::OutOfMemory(_)
+                | Error::QueueFull { .. }
+                | Error::TooManyJobs(_)
+                | Error::InputsFull { .. }
+                | Error::ClientLimit(_)
+                | Error::TokenLimit { .. }
+                | Error::SlowReader { .. }
+                | Error::Deadline { .. }
+                | Error::Cancelled(_)
+                | Error::WorkerDied { .. }
+                | Error::WorkerSilent { .. }
+                | Error::CardNotReady(_)
+                | Error::NotFinite { .. }
+                | Error::LatentNotFound(_)
+                | Error::LatentWithoutDecoder
+                | Error::LatentMismatch(_)
+                | Error::JobNotFound(_)
+                | Error::KeyReused(_)
+                | Error::TooLargeToJoin(_)
+                | Error::ShuttingDown
+                | Error::Internal(_) => {}
+            }
+        }
+        let kinds: std::collections::HashSet<_> = all.iter().map(std::mem::discriminant).collect();
+        assert_eq!(kinds.len(), 30, "one of each kind above");
+        all
+    }
+
+    fn shows_a_folder(status: &Status) -> bool {
+        let details = String::from_utf8_lossy(status.details());
+        [status.message(), &details]
+            .iter()
+            .any(|text| text.contains("secret-folder"))
+    }
+
+    #[test]
+    fn no_error_shows_a_path_of_the_machine() {
+        for error in errors_with_paths() {
+            let status = status_of(&error);
+            assert!(!shows_a_folder(&status), "{status:?}");
+        }
+        let path = || SECRET.to_owned();
+        let limit = Duration::from_secs(60);
+        for error in [
+            PullError::Offline {
+                id: "owner/name".to_owned(),
+                cache: path(),
+                missing: vec!["a".to_owned()],
+            },
+            PullError::DiskFull {
+                needed: residency::Bytes::ZERO,
+                free: residency::Bytes::ZERO,
+                folder: path(),
+            },
+            PullError::Disk {
+                path: path(),
+                problem: "full".to_owned(),
+            },
+            PullError::DiskSilent {
+                folder: path(),
+                limit,
+            },
+            PullError::DiskBusy {
+                folder: path(),
+                limit,
+            },
+        ] {
+            let status = status_of_pull_plan(&error);
+            assert!(!shows_a_folder(&status), "{status:?}");
+            assert!(shows_a_folder(&status_of_pull(&error)), "who pulls is told where");
+        }
     }
 }

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use access::{TokenError, TokenStore, Tokens};
 use config::{ServiceSettings, bounded};
+use engine::queue::Queue;
 use tokio::sync::watch;
 
 use crate::serve::ServeError;
@@ -64,7 +65,7 @@ pub(crate) fn check_exposure(service: &ServiceSettings, needs_token: bool) -> Re
 /// The tokens of which calls must carry one, now and whenever they change.
 pub(crate) fn tokens_of(service: &ServiceSettings) -> Result<watch::Receiver<Tokens>, ServeError> {
     if let Some(own) = &service.own_token {
-        return Ok(watch::channel(Tokens::of_one(own)).1);
+        return Ok(watch::channel(Tokens::of_one(own.reveal())).1);
     }
     let (store, file) = (TokenStore::of(&service.state), service.token_file.clone());
     let files = std::iter::once(store.file()).chain(file.clone()).collect();
@@ -82,6 +83,19 @@ pub(crate) fn tokens_of(service: &ServiceSettings) -> Result<watch::Receiver<Tok
     };
     let meanwhile = |last: &Tokens| (!last.are_needed).then(Tokens::of_nobody);
     Ok(access::follow("the tokens", files, read, meanwhile)?)
+}
+
+/// Ends the jobs of tokens that are withdrawn. It returns when the tokens are followed no more.
+pub(crate) async fn end_withdrawn(mut tokens: watch::Receiver<Tokens>, queue: Queue) {
+    let mut before = tokens.borrow_and_update().clone();
+    while tokens.changed().await.is_ok() {
+        let now = tokens.borrow_and_update().clone();
+        for name in access::withdrawn(&before, &now) {
+            tracing::info!(token = name, "a token was withdrawn, and its jobs end");
+            queue.withdraw(calls::account_of_token(&name)).await;
+        }
+        before = now;
+    }
 }
 
 /// The certificates of new connections, now and whenever they change.
@@ -102,10 +116,13 @@ pub(crate) fn tls_of(service: &ServiceSettings) -> Result<Option<grpc::Tls>, Ser
 const LEAST_TOKEN_CHARACTERS: usize = 16;
 
 /// The token in a file.
-fn read_token(file: Option<&Path>) -> Result<Option<String>, String> {
+pub(crate) fn read_token(file: Option<&Path>) -> Result<Option<String>, String> {
     let unusable =
         |file: &Path, problem: String| format!("the token file {} cannot be used: {problem}", file.display());
-    let read = |file: &Path| bounded::token(file).map_err(|problem| unusable(file, problem.to_string()));
+    let read = |file: &Path| {
+        let read = access::check_given(file).and_then(|()| bounded::token(file));
+        read.map_err(|problem| unusable(file, problem.to_string()))
+    };
     let token = file.map(read).transpose()?;
     match (&token, file) {
         (Some(token), Some(file)) if token.len() < LEAST_TOKEN_CHARACTERS => Err(format!(

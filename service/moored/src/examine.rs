@@ -10,6 +10,7 @@ use engine::library::Library;
 use gpu::{CardDescription, CardKind, DeviceChoice, DeviceSpec};
 use residency::Bytes;
 
+use crate::examine_access::access;
 use crate::process::confinement::Places;
 use crate::process::confinement::tries::{Outcome, Tried};
 use crate::process::trial;
@@ -21,6 +22,7 @@ pub(crate) async fn examine(config: Config) -> Vec<Finding> {
     let mut findings = cards(&config).await;
     findings.push(libraries());
     findings.push(state_folder(&config));
+    findings.extend(access(&config));
     findings.extend(workers(&config).await);
     findings.push(cache_folder(&config));
     findings.extend(models(&config).await);

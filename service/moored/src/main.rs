@@ -5,6 +5,7 @@ mod credentials;
 #[path = "../../gpu/tests/edits/mod.rs"]
 mod edits;
 mod examine;
+mod examine_access;
 mod locks;
 mod memory;
 mod preload;

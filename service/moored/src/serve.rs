@@ -23,7 +23,7 @@ use tokio::net::TcpListener;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
-use crate::credentials::{Lacks, check_exposure, tls_of, tokens_of};
+use crate::credentials::{Lacks, check_exposure, end_withdrawn, tls_of, tokens_of};
 use crate::locks::{LockError, Locks, worker_lock};
 use crate::memory;
 use crate::preload;
@@ -178,6 +178,7 @@ pub(crate) async fn run(
     })?;
     service.resume();
     let at_the_end = service.clone();
+    tokio::spawn(end_withdrawn(tokens.clone(), queue.clone()));
     let settings = GrpcSettings {
         limits: config.limits.clone(),
         gate: Gate::new(tokens),

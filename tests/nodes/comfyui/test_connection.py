@@ -59,7 +59,7 @@ def token_file(tmp_path: Path) -> str:
 def test_without_settings_it_is_the_clients_own_rule(
     connection: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert connection.target() == connection.Target("localhost:50051", None)
+    assert connection.target() == connection.Target("127.0.0.1:50051", None)
     monkeypatch.setenv("MOORED_ENDPOINT", "box:1")
     assert connection.target() == connection.Target("box:1", None)
 
@@ -248,7 +248,7 @@ def test_a_host_name_may_begin_like_a_socket_address(connection: Any, settings: 
 
 
 def test_an_invalid_address_is_reported(connection: Any, settings: Settings) -> None:
-    with pytest.raises(moored.InvalidRequest, match="write https://host:port"):
+    with pytest.raises(moored.InvalidRequest, match="write host:port or https://host:port"):
         connection.target(connection.Server("https://box/path"))
 
 
@@ -302,7 +302,7 @@ def test_a_damaged_settings_file_is_ignored(
 ) -> None:
     settings()
     (tmp_path / "default" / "comfy.settings.json").write_text(content)
-    assert connection.target().endpoint == "localhost:50051"
+    assert connection.target().endpoint == "127.0.0.1:50051"
 
 
 def test_one_client_serves_every_loop(connection: Any, demo_service: Service) -> None:

@@ -15,6 +15,7 @@ use tokio::task::{AbortHandle, JoinHandle, JoinSet};
 
 use super::opening::{AskedSession, OpenedSession, check_open, no_sound};
 use super::versions::Versions;
+use crate::allowance::check_model;
 use crate::asked::Asked;
 use crate::budget::{Client, Taken};
 use crate::caller::{AskedOptions, Caller};
@@ -229,6 +230,7 @@ impl Generation {
         let options = caller.options(open.options.clone(), &self.entries.cards())?;
         let model = open.model.clone();
         let (entry, format, resolved) = self.sounding_model(&model, &options).await?;
+        check_model(&entry, caller.holder())?;
         let opened = OpenedSession::of(&open, resolved.clone(), format);
         let source = self.source(&open.source_media_id, &caller)?;
         let held = Held::of(&self.queue, &entry, opened.session_id.clone()).await?;
@@ -463,6 +465,7 @@ impl SegmentTask {
             .caller
             .options(self.options.clone(), &self.generation.entries.cards())?;
         let (entry, format, resolved) = self.generation.sounding_model(model, &options).await?;
+        check_model(&entry, self.caller.holder())?;
         if format != self.format {
             let ((rate, channels), (own_rate, own_channels)) = (format, self.format);
             return Err(invalid(

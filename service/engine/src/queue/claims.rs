@@ -294,6 +294,10 @@ impl Claims {
         is_there && self.holds.remove(id).is_some()
     }
 
+    pub(super) fn release_holds_of(&mut self, account: &str) {
+        self.holds.retain(|_, hold| hold.owner.account != account);
+    }
+
     pub(super) fn reserve(&mut self, card: usize, by: Reserver, bytes: Bytes, until: Instant) -> String {
         let id = format!("reservation-{}", uuid::Uuid::new_v4().simple());
         let reservation = Reservation {

@@ -312,6 +312,11 @@ impl Queue {
             .await?
     }
 
+    /// Cancels all jobs of an account, detached ones too, and releases its holds, since its token was withdrawn.
+    pub async fn withdraw(&self, account: String) {
+        let _ = self.call(move |core, now| core.withdraw(&account, now)).await; // a queue that has ended has no jobs
+    }
+
     /// As [`Queue::cancel`], and releases the latents of the job: those that it has made, those that it makes until its
     /// worker has stopped, and those of a job that has ended already.
     ///

@@ -3,15 +3,16 @@
 use std::time::Duration;
 
 use engine::JobState;
-use engine::job::{JobEventKind, JobSpec};
+use engine::job::{JobEventKind, JobSpec, Reach};
+use engine::messages::Command;
 use engine::queue::{Job, Queue, Settings};
-use engine::{Error, JobBound};
+use engine::{CancelledBy, Error, JobBound};
 use model::InitImage;
 use residency::Bytes;
 use tokio::time::Instant;
 
-use crate::fixture::{image_of, load, picture, run_of};
-use crate::worker::{Worker, at_rest, end, events, one_card, one_card_with};
+use crate::fixture::{brought, entry, image_of, load, picture, run_of};
+use crate::worker::{Wire, Worker, at_rest, end, events, one_card, one_card_with};
 
 /// A load with a key and a deadline in this many seconds (0: none).
 fn keyed(seconds: u64, detach: bool) -> JobSpec {
@@ -328,4 +329,138 @@ async fn places_of_the_queue_are_bounded_by_client_and_address_and_the_last_are_
     assert_eq!(submit("b", "10.0.0.2").await, Err(Some(kept)));
     assert_eq!(submit("c", "10.0.0.3").await, Ok(()));
     assert_eq!(submit("d", "10.0.0.4").await, Err(None), "all places are taken");
+}
+
+#[tokio::test(start_paused = true)]
+async fn clients_that_vanish_each_second_for_an_hour_leave_nothing() {
+    const SECOND: Duration = Duration::from_secs(1);
+    let (queue, mut worker) = one_card().await;
+    // A worker that goes on with what it has begun, whoever has left meanwhile.
+    let (stop, mut stopped) = tokio::sync::oneshot::channel();
+    let works = tokio::spawn(async move {
+        loop {
+            let wire = tokio::select! {
+                wire = worker.commands.recv() => wire.unwrap(),
+                _ = &mut stopped => return worker,
+            };
+            match worker.taken(wire) {
+                Some(Wire::Command(Command::Run(order))) => {
+                    tokio::time::sleep(Duration::from_millis(150)).await;
+                    worker.complete(&order);
+                }
+                Some(Wire::Command(_)) | None => {}
+                Some(Wire::Recycle(reason)) => panic!("{reason}"),
+            }
+        }
+    });
+    for number in 0..3600_u32 {
+        let account = format!("10.0.{}.{}", number / 200, number % 200);
+        let mut spec = picture("a", &format!("client {number}"), &format!("{number}"));
+        spec.options.account.clone_from(&account);
+        // How far each has come when it leaves.
+        match number % 6 {
+            0 => drop(queue.submit(spec).await.unwrap()),
+            1 => {
+                let job = queue.submit(spec).await.unwrap();
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                drop(job);
+            }
+            2 => {
+                spec.options.idempotency_key = format!("key {number}");
+                let job = queue.submit(spec).await.unwrap();
+                tokio::time::sleep(SECOND * 2).await;
+                drop(job); // it was never read
+            }
+            3 => {
+                let own = queue.within(Reach::Own(account));
+                own.hold(entry("a"), format!("client {number}"), SECOND * 60)
+                    .await
+                    .unwrap();
+            }
+            4 => {
+                let latent = queue.put_latent(brought(), "path:/a#vae".into(), account);
+                latent.await.unwrap();
+            }
+            _ => {
+                let mut job = queue.submit(spec).await.unwrap();
+                job.next().await;
+                drop(job);
+            }
+        }
+        tokio::time::sleep(SECOND).await;
+    }
+    tokio::time::sleep(Settings::default().latent_ttl + SECOND).await;
+    at_rest(&queue).await;
+    let status = queue.status_now().await;
+    assert_eq!((status.latents, status.latent_bytes), (0, Bytes::ZERO));
+    for card in &status.cards {
+        assert!(card.reservations.is_empty(), "{card:?}");
+    }
+    let ended = queue.jobs(true).await.len();
+    assert!(ended <= Settings::default().ended_kept, "{ended}");
+    stop.send(()).unwrap();
+    let standing = works.await.unwrap().standing;
+    assert!(standing.holds.is_empty(), "{standing:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_withdrawn_token_has_no_jobs_and_no_holds_and_others_keep_theirs() {
+    let (queue, mut worker) = one_card().await;
+    let of = |account: &str, prompt: &str, detach| {
+        let mut spec = picture("a", "me", prompt);
+        spec.options.account = account.to_owned();
+        spec.options.detach = detach;
+        queue.submit(spec)
+    };
+    let mut running = of("alice", "1", true).await.unwrap();
+    let order = worker.order().await;
+    let mut waiting = of("alice", "2", false).await.unwrap();
+    let mut other = of("bob", "3", false).await.unwrap();
+    let minute = Duration::from_secs(60);
+    let hold = async |account: &str| {
+        let own = queue.within(Reach::Own(account.to_owned()));
+        (own.hold(entry("a"), "me".into(), minute).await.unwrap(), own)
+    };
+    let ((held, alice), (held_by_bob, bob)) = (hold("alice").await, hold("bob").await);
+    queue.withdraw("alice".to_owned()).await;
+    let withdrawn = Error::Cancelled(CancelledBy::Withdrawn);
+    assert_eq!(end(&mut waiting).await, Err(withdrawn.clone()));
+    assert!(matches!(worker.next().await, Wire::Command(Command::Cancel(_))));
+    worker.complete(&order);
+    assert_eq!(end(&mut running).await, Err(withdrawn), "detached or not");
+    assert!(!alice.release_hold(&held).await && bob.release_hold(&held_by_bob).await);
+    for _ in 0..3 {
+        worker.work(10).await;
+    }
+    assert_eq!(end(&mut other).await, Ok(()));
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_place_for_a_job_its_key_still_joins_it() {
+    let (queue, mut worker) = one_card().await;
+    let of = |key: &str| {
+        let mut spec = picture("a", "me", "a cat");
+        spec.options.account = "alice".to_owned();
+        spec.options.idempotency_key = key.to_owned();
+        spec
+    };
+    let mut first = queue.submit(of("key")).await.unwrap();
+    let mut again = of("key");
+    again.options.most_jobs = Some(0);
+    let mut joined = queue.submit(again.clone()).await.unwrap();
+    assert!(joined.joined);
+    let mut another = of("another key");
+    another.options.most_jobs = Some(0);
+    let refused = queue.submit(another).await.unwrap_err();
+    assert!(
+        matches!(refused, Error::TokenLimit { limit: "jobs", .. }),
+        "{refused}"
+    );
+    for _ in 0..3 {
+        worker.work(10).await;
+    }
+    assert_eq!((end(&mut first).await, end(&mut joined).await), (Ok(()), Ok(())));
+    let ended = queue.submit(again).await.unwrap();
+    assert!(ended.joined, "and what it has made, once it has ended");
 }

@@ -212,6 +212,17 @@ impl Worker {
         self.reconcile();
     }
 
+    /// A command as a worker takes it; `None` for claims, which are done with.
+    pub fn taken(&mut self, wire: Wire) -> Option<Wire> {
+        match wire {
+            Wire::Command(Command::Standing(standing)) => {
+                self.stand(standing);
+                None
+            }
+            other => Some(self.begun(other)),
+        }
+    }
+
     /// The supervisor's next command, other than claims.
     pub async fn next(&mut self) -> Wire {
         loop {

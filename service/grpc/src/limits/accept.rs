@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use calls::{LogInterval, client_at};
+use calls::{LogInterval, Who, client_at};
 use futures::Stream;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
@@ -77,7 +77,7 @@ pub(super) fn accepted(listener: TcpListener, entrance: Arc<Entrance>, terms: Te
                 }
             };
             let (place, left) = entrance.enter(client_at(address));
-            if let Some(Some(client)) = left && full.allow(LOG_INTERVAL) {
+            if let Some(Some(Who::Address(client))) = left && full.allow(LOG_INTERVAL) {
                 tracing::warn!(%client, "a connection without a call was closed to make room for a new one: half as many as limits.connections are kept");
             }
             yield Ok(LimitedConnection::new(stream, address, &terms, place));
@@ -296,7 +296,7 @@ mod tests {
             let mut said = [0; HANDSHAKE_BYTES];
             server.read_exact(&mut said).await.unwrap();
             if calls {
-                server.info.place.admit().unwrap();
+                server.info.place.admit(None).unwrap();
             }
             let more = tokio::time::timeout(LIMIT * 1000, server.read_u8()).await;
             assert!(more.is_err(), "{more:?}");
@@ -343,7 +343,7 @@ mod tests {
         }
         assert_eq!(began.elapsed(), Duration::ZERO);
         let (_, newest) = open.last_mut().unwrap();
-        newest.info.place.admit().unwrap();
+        newest.info.place.admit(newest.info.place.client()).unwrap();
     }
 
     #[tokio::test]
@@ -362,9 +362,12 @@ mod tests {
         let second = connections.next().await.unwrap().unwrap();
         let end = read.await.unwrap().unwrap_err();
         assert_eq!(end.kind(), io::ErrorKind::ConnectionAborted);
-        second.info.place.admit().unwrap();
+        second.info.place.admit(second.info.place.client()).unwrap();
         let _third_client = TcpStream::connect(address).await.unwrap();
         let third = connections.next().await.unwrap().unwrap();
-        assert!(third.info.place.admit().is_err(), "the known one stays");
+        assert!(
+            third.info.place.admit(third.info.place.client()).is_err(),
+            "the known one stays"
+        );
     }
 }

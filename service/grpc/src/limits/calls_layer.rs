@@ -6,7 +6,8 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 
-use calls::{Client, Exceeded, Taken};
+use access::Holder;
+use calls::{Client, Exceeded, Taken, Who, client_with};
 use tokio::time::Instant;
 use tonic::body::Body;
 use tonic::codegen::{Service, http};
@@ -58,9 +59,9 @@ impl OpenCall {
 impl Limits {
     /// Assigns a place to a call: with the token among its client's places, without it among the few for methods that need none.
     fn admit(&self, connection: Option<&ConnectionInfo>, call: &Admitted) -> Result<OpenCall, Refusal> {
-        let client = connection.and_then(|connection| connection.place.client());
+        let client = client_of_call(connection, call.holder.as_deref());
         if call.is_known {
-            let known = connection.map_or(Ok(()), |connection| connection.place.admit());
+            let known = connection.map_or(Ok(()), |connection| connection.place.admit(client));
             known.map_err(|exceeded| {
                 let refused = refusal(exceeded, "connections", "close some", "limits.connections");
                 Refusal::ClientLimit(refused)
@@ -106,7 +107,15 @@ impl Limits {
     }
 }
 
-/// The client of a request.
+/// The client whose limits a call counts against: its token, without one its address.
+fn client_of_call(connection: Option<&ConnectionInfo>, holder: Option<&Holder>) -> Client {
+    match holder {
+        Some(holder) => client_with(holder),
+        None => connection.and_then(|connection| connection.place.client()),
+    }
+}
+
+/// The address of a request.
 pub(crate) fn client_of<B>(request: &http::Request<B>) -> Client {
     let connection = request.extensions().get::<ConnectionInfo>();
     connection.and_then(|connection| connection.place.client())
@@ -151,7 +160,7 @@ where
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
         let connection = request.extensions().get::<ConnectionInfo>().cloned();
-        let client = client_of(&request);
+        let address = client_of(&request);
         if let Some(connection) = &connection {
             request.extensions_mut().insert(connection.tcp.clone()); // where tonic looks for the address
         }
@@ -171,12 +180,15 @@ where
         let longest = requests.longest_bytes(is_public);
         let whole = is_public.then_some(PUBLIC_CALL);
         let idle = requests.idle(limits.upload_idle);
-        let span = match client {
-            Some(address) => {
+        let span = match address {
+            Some(Who::Address(address)) => {
                 tracing::info_span!("call", method = path, %address, client = tracing::field::Empty)
             }
-            None => tracing::info_span!("call", method = path, client = tracing::field::Empty),
+            Some(Who::Token(_)) | None => {
+                tracing::info_span!("call", method = path, client = tracing::field::Empty)
+            }
         };
+        let client = client_of_call(connection.as_ref(), admitted.holder.as_deref());
         let uploaded = Arc::new(Mutex::new(limits.uploads.nothing(client)));
         // The few bytes of a spare call are not counted: they hinder no other call, and other calls must not hinder it.
         let counted = (!is_public && !admitted.method.is_spare).then(|| uploaded.clone());

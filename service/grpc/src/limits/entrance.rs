@@ -17,6 +17,8 @@ const ALLOWED_OF_KNOWN: usize = 8;
 #[derive(Debug)]
 pub(crate) struct Entrance {
     known: Arc<Budget>,
+    /// Known connections by address, without a bound of their own: their number is `known`'s.
+    addresses: Arc<Budget>,
     most_newcomers: usize,
     /// In the order of arrival.
     newcomers: Mutex<Vec<Weak<Place>>>,
@@ -27,8 +29,8 @@ pub(crate) struct Entrance {
 pub(crate) struct Place {
     entrance: Arc<Entrance>,
     client: Client,
-    /// Taken by its first call that counts.
-    known: Mutex<Option<Taken>>,
+    /// Taken by its first call that counts: of the client, and of its address.
+    known: Mutex<Option<[Taken; 2]>>,
     /// Calls without a token that are open.
     public_calls: AtomicU64,
     is_closed: AtomicBool,
@@ -39,6 +41,7 @@ impl Entrance {
     pub(super) fn new(known: Arc<Budget>, most_newcomers: usize) -> Arc<Entrance> {
         Arc::new(Entrance {
             known,
+            addresses: Budget::new(u64::MAX, u64::MAX),
             most_newcomers: most_newcomers.max(1),
             newcomers: Mutex::default(),
         })
@@ -75,7 +78,7 @@ impl Entrance {
             *counts.entry(place.client).or_default() += 1;
         }
         for (client, count) in &mut counts {
-            if self.known.has(*client) {
+            if self.addresses.has(*client) {
                 *count = count.saturating_sub(ALLOWED_OF_KNOWN);
             }
         }
@@ -100,14 +103,16 @@ impl Place {
         self.client
     }
 
-    /// Turns a newcomer's place into a known client's, for as long as the connection lasts.
+    /// Turns a newcomer's place into a known client's, for as long as the connection lasts. Clients with tokens are told apart by these,
+    /// also where all of them come from the address of one proxy.
     ///
     /// # Errors
     /// When known clients have as many connections as they may.
-    pub(super) fn admit(self: &Arc<Place>) -> Result<(), Exceeded> {
+    pub(super) fn admit(self: &Arc<Place>, client: Client) -> Result<(), Exceeded> {
         let mut known = lock(&self.known);
         if known.is_none() {
-            *known = Some(self.entrance.known.take(self.client, 1)?);
+            let (known_clients, addresses) = (&self.entrance.known, &self.entrance.addresses);
+            *known = Some([known_clients.take(client, 1)?, addresses.take(self.client, 1)?]);
             lock(&self.entrance.newcomers).retain(|each| !is(each, self));
         }
         Ok(())
@@ -160,10 +165,12 @@ impl Drop for PublicCall {
 mod tests {
     use std::net::IpAddr;
 
+    use calls::Who;
+
     use super::*;
 
     fn client(last: u8) -> Client {
-        Some(IpAddr::from([127, 0, 0, last]))
+        Some(IpAddr::from([127, 0, 0, last]).into())
     }
 
     fn is_closed(place: &Place) -> bool {
@@ -188,7 +195,7 @@ mod tests {
     fn an_address_with_a_known_connection_floods_nobody_either() {
         let entrance = Entrance::new(Budget::new(2, 1), 64);
         let (known, _) = entrance.enter(client(1));
-        known.admit().unwrap();
+        known.admit(client(1)).unwrap();
         let (other, _) = entrance.enter(client(2));
         let flood: Vec<_> = (0..500).map(|_| entrance.enter(client(1)).0).collect();
         assert!(!is_closed(&other) && !is_closed(&known) && is_closed(&flood[0]));
@@ -202,7 +209,7 @@ mod tests {
             (place, left.flatten())
         };
         let (known, _) = enter(1);
-        known.admit().unwrap();
+        known.admit(client(1)).unwrap();
         let newcomers = [enter(2).0, enter(3).0, enter(3).0];
         let (other, left) = enter(4);
         assert_eq!(left, client(3), "the client with most of them");
@@ -216,10 +223,26 @@ mod tests {
         }
         assert!(is_closed(&other) && !is_closed(&known) && !is_closed(&same));
         let (last, _) = enter(5);
-        assert_eq!(last.admit(), Ok(()));
-        assert_eq!(last.admit(), Ok(()), "it is one already");
-        assert_eq!(same.admit(), Err(Exceeded::Client(1)));
+        assert_eq!(last.admit(client(5)), Ok(()));
+        assert_eq!(last.admit(client(5)), Ok(()), "it is one already");
+        assert_eq!(same.admit(client(1)), Err(Exceeded::Client(1)));
         drop(known);
-        assert_eq!(same.admit(), Ok(()));
+        assert_eq!(same.admit(client(1)), Ok(()));
+    }
+
+    #[test]
+    fn connections_of_a_token_are_counted_together_and_apart_from_others_of_its_address() {
+        let entrance = Entrance::new(Budget::new(9, 1), 9);
+        let (alice, bob) = (Some(Who::Token(1)), Some(Who::Token(2)));
+        let at = |of: u8| entrance.enter(client(of)).0;
+        let (first, second, other, elsewhere) = (at(1), at(1), at(1), at(2));
+        assert_eq!(first.admit(alice), Ok(()));
+        assert_eq!(second.admit(alice), Err(Exceeded::Client(1)));
+        assert_eq!(
+            elsewhere.admit(alice),
+            Err(Exceeded::Client(1)),
+            "from another address too"
+        );
+        assert_eq!(other.admit(bob), Ok(()), "behind the same proxy");
     }
 }

@@ -18,6 +18,8 @@ pub(crate) enum Line<S = TcpStream> {
     /// The handshake of TLS is not complete.
     Greeting(Box<Accept<S>>),
     Encrypted(Box<TlsStream<S>>),
+    /// The handshake of TLS failed: nothing more comes or goes.
+    Failed,
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
@@ -32,8 +34,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Line<S> {
     /// Completes the handshake.
     fn poll_greeted(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         if let Line::Greeting(accept) = self {
-            let encrypted = ready!(Pin::new(accept).poll(context))?;
-            *self = Line::Encrypted(Box::new(encrypted));
+            // A handshake that has ended, well or not, must not be polled again.
+            let greeted = ready!(Pin::new(accept).poll(context));
+            let (line, ended) = match greeted {
+                Ok(encrypted) => (Line::Encrypted(Box::new(encrypted)), Ok(())),
+                Err(problem) => (Line::Failed, Err(problem)),
+            };
+            *self = line;
+            ended?;
         }
         Poll::Ready(Ok(()))
     }
@@ -53,7 +61,8 @@ macro_rules! of_either {
                 let $stream = Pin::new(stream.as_mut());
                 $done
             }
-            Line::Greeting(_) => Poll::Pending, // not here: it is complete
+            // The handshake is complete by now, or has failed.
+            Line::Greeting(_) | Line::Failed => Poll::Ready(Err(io::ErrorKind::NotConnected.into())),
         }
     }};
 }
@@ -91,5 +100,35 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Line<S> {
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         of_either!(self, context, stream => stream.poll_shutdown(context))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn after_a_failed_handshake_a_connection_has_errors_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let tls = access::make_own(folder.path(), "").unwrap().read().unwrap();
+        let (mut client, server) = tokio::io::duplex(1 << 16);
+        let mut line = Line::over(server, Some(tls));
+        client
+            .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            .await
+            .unwrap();
+        let first = line.read_u8().await.unwrap_err();
+        assert_ne!(
+            first.kind(),
+            io::ErrorKind::NotConnected,
+            "why it failed: {first}"
+        );
+        // hyper still shuts a connection down whose reading has failed.
+        assert!(line.shutdown().await.is_err());
+        assert!(line.flush().await.is_err());
+        assert!(line.write_all(b"more").await.is_err());
+        assert!(line.read_u8().await.is_err());
     }
 }

@@ -519,6 +519,17 @@ impl Core {
         Err(Error::JobNotFound(id.to_owned()))
     }
 
+    /// Cancels all jobs of an account, and releases its holds: its token was withdrawn.
+    pub(in crate::queue) fn withdraw(&mut self, account: &str, now: Instant) {
+        let own = self.jobs.values().filter(|job| job.options.account == account);
+        let own: Vec<JobId> = own.map(|job| job.id.clone()).collect();
+        for id in own {
+            self.stop(&id, Error::Cancelled(CancelledBy::Withdrawn), now);
+        }
+        self.claims.release_holds_of(account);
+        self.claims_changed(now);
+    }
+
     /// The jobs in the queue, oldest first, and on request those that have ended recently, the latest first.
     pub(in crate::queue) fn infos(&self, include_ended: bool, now: Instant) -> Vec<JobInfo> {
         let ended = self.ended.infos().filter(|_| include_ended).cloned();
