@@ -371,6 +371,12 @@ pub struct Tokens {
 }
 
 impl Tokens {
+    /// The names of all.
+    pub fn names(&self) -> BTreeSet<String> {
+        let names = self.valid.iter().map(|valid| valid.holder.name.clone());
+        names.collect()
+    }
+
     /// Tokens are asked for, and none is valid.
     pub fn of_nobody() -> Tokens {
         Tokens {
@@ -458,11 +464,7 @@ impl Tokens {
 
 /// The names of tokens that there were, and that there are no more.
 pub fn withdrawn(before: &Tokens, now: &Tokens) -> BTreeSet<String> {
-    let names = |tokens: &Tokens| -> BTreeSet<String> {
-        let names = tokens.valid.iter().map(|valid| valid.holder.name.clone());
-        names.collect()
-    };
-    &names(before) - &names(now)
+    &before.names() - &now.names()
 }
 
 fn digest(token: &str) -> [u8; 32] {

@@ -176,6 +176,11 @@ pub fn account_of_token(name: &str) -> String {
     format!("token {name:?}")
 }
 
+/// Whether an account is that of a token.
+pub fn is_of_token(account: &str) -> bool {
+    account.starts_with("token \"")
+}
+
 #[cfg(test)]
 impl Caller {
     /// A caller at an address, without a deadline.

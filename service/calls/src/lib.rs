@@ -41,6 +41,7 @@ mod sessions;
 mod shared_files;
 mod threads;
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -55,7 +56,7 @@ use tokio::sync::watch;
 pub use asked::{Asked, AskedTask, AskedTrack, OfMedium};
 pub use bounds::Bounds;
 pub use budget::{Budget, Client, Exceeded, Taken, Who, client_at, client_with};
-pub use caller::{AskedOptions, Caller, account_of_token};
+pub use caller::{AskedOptions, Caller, account_of_token, is_of_token};
 pub use card_memory::{
     AskedLoad, AskedReservation, CardMemory, ListedModel, Listing, ModelDetails, Plan, Planned,
     ServiceStatus, policy_name,
@@ -171,6 +172,19 @@ impl Service {
     /// Puts back what was claimed and learned before a restart, and submits the jobs again that had not ended.
     pub fn resume(&self) {
         self.generation.kept.start();
+    }
+
+    /// The accounts of jobs from before a restart that are not in the queue yet.
+    pub fn accounts_of_held_jobs(&self) -> BTreeSet<String> {
+        let (held, _) = self.generation.kept.list();
+        held.into_iter().map(|job| job.account).collect()
+    }
+
+    /// Ends the jobs of an account, whose token was withdrawn, and releases its holds.
+    pub async fn withdraw(&self, account: String) {
+        self.generation.kept.withdraw(&account).await;
+        self.generation.queue.withdraw(account).await;
+        self.generation.kept.save_claims().await;
     }
 
     /// Writes what was learned, at the end of the service.

@@ -1,11 +1,12 @@
 //! The credentials of the service that starts, and its refusal to start without them where other machines reach it.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use access::{TokenError, TokenStore, Tokens};
+use calls::Service;
 use config::{ServiceSettings, bounded};
-use engine::queue::Queue;
 use tokio::sync::watch;
 
 use crate::serve::ServeError;
@@ -85,14 +86,24 @@ pub(crate) fn tokens_of(service: &ServiceSettings) -> Result<watch::Receiver<Tok
     Ok(access::follow("the tokens", files, read, meanwhile)?)
 }
 
-/// Ends the jobs of tokens that are withdrawn. It returns when the tokens are followed no more.
-pub(crate) async fn end_withdrawn(mut tokens: watch::Receiver<Tokens>, queue: Queue) {
+/// Ends the jobs of tokens that are withdrawn, and resumes those from before a restart of the others. It returns when the tokens are followed no more.
+pub(crate) async fn end_withdrawn(mut tokens: watch::Receiver<Tokens>, service: Service) {
     let mut before = tokens.borrow_and_update().clone();
+    if before.are_needed {
+        let accounts: BTreeSet<String> = before.names().iter().map(|name| calls::account_of_token(name)).collect();
+        for account in service.accounts_of_held_jobs() {
+            // Jobs from before a restart may be of a token that was withdrawn meanwhile.
+            if calls::is_of_token(&account) && !accounts.contains(&account) {
+                service.withdraw(account).await;
+            }
+        }
+    }
+    service.resume();
     while tokens.changed().await.is_ok() {
         let now = tokens.borrow_and_update().clone();
         for name in access::withdrawn(&before, &now) {
             tracing::info!(token = name, "a token was withdrawn, and its jobs end");
-            queue.withdraw(calls::account_of_token(&name)).await;
+            service.withdraw(calls::account_of_token(&name)).await;
         }
         before = now;
     }

@@ -176,9 +176,8 @@ pub(crate) async fn run(
         },
         stopping: stopping_seen,
     })?;
-    service.resume();
     let at_the_end = service.clone();
-    tokio::spawn(end_withdrawn(tokens.clone(), queue.clone()));
+    tokio::spawn(end_withdrawn(tokens.clone(), service.clone()));
     let settings = GrpcSettings {
         limits: config.limits.clone(),
         gate: Gate::new(tokens),

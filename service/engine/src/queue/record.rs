@@ -1,5 +1,6 @@
 //! One job as the queue keeps it: its work, its progress, its results and its listeners.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
@@ -120,6 +121,9 @@ pub(super) struct JobRecord {
     pub(super) upgrades: Vec<Reduction>,
     /// Plans by compute dtype.
     pub(super) plans: BTreeMap<String, Vec<StagePlan>>,
+    /// The keys of its stages' values, by stage and dtype, as far as they were asked for. They follow from its models and plans; each
+    /// turn asks for those of every queued job, and a key is a hash of much.
+    pub(super) memo_keys: RefCell<BTreeMap<(usize, String), Option<String>>>,
     pub(super) accepted: Instant,
 
     pub(super) steps: JobSteps,
@@ -497,6 +501,7 @@ impl JobRecord {
     pub(super) fn begin_again(&mut self, opened: JobRecord, now: Instant) {
         self.models = opened.models;
         self.plans = opened.plans;
+        self.memo_keys.take();
         self.proof = opened.proof;
         self.steps = opened.steps;
         self.reductions = opened.reductions;
@@ -514,6 +519,16 @@ impl JobRecord {
     /// The key under which other jobs may reuse a stage's values, on cards of a dtype. `None`: they may not; values of a
     /// stage that runs once per item never are.
     pub(super) fn memo_key(&self, stage: usize, dtype: &str) -> Option<String> {
+        let of = (stage, dtype.to_owned());
+        if let Some(known) = self.memo_keys.borrow().get(&of) {
+            return known.clone();
+        }
+        let key = self.new_memo_key(stage, dtype);
+        self.memo_keys.borrow_mut().insert(of, key.clone());
+        key
+    }
+
+    fn new_memo_key(&self, stage: usize, dtype: &str) -> Option<String> {
         let model = &self.models.get(dtype)?.model;
         let identities = |names: &[String]| {
             let components = self.components(names, dtype).into_iter();

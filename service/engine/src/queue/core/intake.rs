@@ -1,6 +1,7 @@
 //! Jobs are recorded, joined, listed, cancelled and left here.
 
 use std::borrow::Cow;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -307,6 +308,7 @@ impl Core {
             delivered: BTreeMap::new(),
             proof,
             swap,
+            memo_keys: RefCell::default(),
             latents: BTreeMap::new(),
             told: BTreeSet::new(),
             input_latent: None,
