@@ -136,7 +136,7 @@ def test_doctor_says_what_holds(secrets: Secrets) -> None:
             *("--endpoint", "http://127.0.0.1:1"),
         )
         findings = [json.loads(line) for line in done.stdout.splitlines()]
-        (workers,) = [found for found in findings if found["check"] == "workers"]
+        (workers,) = [found for found in findings if found.get("check") == "workers"]
         return workers
 
     confined = finding("auto")
