@@ -73,7 +73,7 @@ pub(crate) enum AsFile {
 
 impl Encoding {
     /// Whether results of this medium are sent as files.
-    fn as_file_of(self, makes: Makes) -> AsFile {
+    pub(crate) fn as_file_of(self, makes: Makes) -> AsFile {
         match (self, makes) {
             (Encoding::Mp4, Makes::Video) | (Encoding::Flac, Makes::Audio) => AsFile::Instead,
             (Encoding::FramesAndMp4, Makes::Video) | (Encoding::WavAndFlac, Makes::Audio) => AsFile::Beside,

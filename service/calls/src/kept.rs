@@ -358,7 +358,10 @@ impl Kept {
     pub(crate) async fn withdraw(&self, account: &str) {
         let held: Vec<OpenJob> = {
             let mut index = self.index();
-            let own = index.open.values_mut().filter(|open| open.is_held && open.info.account == account);
+            let own = index
+                .open
+                .values_mut()
+                .filter(|open| open.is_held && open.info.account == account);
             own.map(|open| {
                 open.is_held = false;
                 open.clone()
@@ -367,7 +370,10 @@ impl Kept {
         };
         for open in held {
             let id = open.info.id.clone();
-            if let Err(error) = self.end_without_results(&id, open, Error::Cancelled(CancelledBy::Withdrawn)).await {
+            if let Err(error) = self
+                .end_without_results(&id, open, Error::Cancelled(CancelledBy::Withdrawn))
+                .await
+            {
                 tracing::warn!(job = %id, %error, "the end of a job of a withdrawn token is not written");
             }
         }

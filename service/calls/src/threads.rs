@@ -93,6 +93,8 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
     use std::sync::{Arc, mpsc};
 
+    use std::net::IpAddr;
+
     use super::*;
 
     const ONE: Owner = ("tracks", None);

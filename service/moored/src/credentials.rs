@@ -90,7 +90,11 @@ pub(crate) fn tokens_of(service: &ServiceSettings) -> Result<watch::Receiver<Tok
 pub(crate) async fn end_withdrawn(mut tokens: watch::Receiver<Tokens>, service: Service) {
     let mut before = tokens.borrow_and_update().clone();
     if before.are_needed {
-        let accounts: BTreeSet<String> = before.names().iter().map(|name| calls::account_of_token(name)).collect();
+        let accounts: BTreeSet<String> = before
+            .names()
+            .iter()
+            .map(|name| calls::account_of_token(name))
+            .collect();
         for account in service.accounts_of_held_jobs() {
             // Jobs from before a restart may be of a token that was withdrawn meanwhile.
             if calls::is_of_token(&account) && !accounts.contains(&account) {
