@@ -50,8 +50,8 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """The deadline passed. DEADLINE_EXCEEDED."""
     CANCELLED: _Reason.ValueType  # 11
     """Cancelled. `how` in the metadata is `cancel` (by Jobs.Cancel), `unload` (its model was unloaded by force), `left` (its
-    client left, or the connection to it was lost) or `unread` (its client did not read the results); for the first two,
-    `by` is the client who did it. CANCELLED.
+    client left, or the connection to it was lost), `unread` (its client did not read the results) or `withdrawn` (its token
+    was withdrawn); for the first two, `by` is the client who did it. CANCELLED.
     """
     WORKER_DIED: _Reason.ValueType  # 12
     """Two workers died while they ran this job, or the service ended three times while it ran. ABORTED."""
@@ -136,8 +136,8 @@ DEADLINE: Reason.ValueType  # 10
 """The deadline passed. DEADLINE_EXCEEDED."""
 CANCELLED: Reason.ValueType  # 11
 """Cancelled. `how` in the metadata is `cancel` (by Jobs.Cancel), `unload` (its model was unloaded by force), `left` (its
-client left, or the connection to it was lost) or `unread` (its client did not read the results); for the first two,
-`by` is the client who did it. CANCELLED.
+client left, or the connection to it was lost), `unread` (its client did not read the results) or `withdrawn` (its token
+was withdrawn); for the first two, `by` is the client who did it. CANCELLED.
 """
 WORKER_DIED: Reason.ValueType  # 12
 """Two workers died while they ran this job, or the service ended three times while it ran. ABORTED."""
