@@ -93,9 +93,8 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
     use std::sync::{Arc, mpsc};
 
-    use std::net::IpAddr;
-
     use super::*;
+    use crate::budget::client_at;
 
     const ONE: Owner = ("tracks", None);
     const OTHER: Owner = ("pictures", None);
@@ -140,7 +139,7 @@ mod tests {
     async fn large_pictures_of_one_client_do_not_hold_up_the_small_one_of_another() {
         const SIDE: u32 = 4096;
         const MANY: usize = 8;
-        let client = |last: u8| ("pictures", Some(IpAddr::from([10, 0, 0, last])));
+        let client = |last: u8| ("pictures", client_at(format!("10.0.0.{last}:1").parse().unwrap()));
         let picture = |side: u32| {
             let grey = vec![7; 3 * (side * side) as usize];
             bytes::Bytes::from(media::pictures::png(side, side, &grey, None).unwrap())
