@@ -365,7 +365,7 @@ mod tests {
             })
         };
         let token_limit = |retry_after| Error::TokenLimit {
-            limit: "pixels_per_minute",
+            limit: "pixels_per_minute".into(),
             problem: "too many".to_owned(),
             retry_after,
         };
@@ -514,7 +514,7 @@ mod tests {
             },
             Error::ClientLimit(words()),
             Error::TokenLimit {
-                limit: "models",
+                limit: "models".into(),
                 problem: words(),
                 retry_after: None,
             },
@@ -545,6 +545,8 @@ mod tests {
                 stage: words(),
                 limit,
             },
+            Error::LostTooOften { times: 3 },
+            Error::NotKept(words()),
             Error::CardNotReady(words()),
             Error::NotFinite {
                 component: path(),
@@ -581,6 +583,8 @@ mod tests {
                 | Error::Cancelled(_)
                 | Error::WorkerDied { .. }
                 | Error::WorkerSilent { .. }
+                | Error::LostTooOften { .. }
+                | Error::NotKept(_)
                 | Error::CardNotReady(_)
                 | Error::NotFinite { .. }
                 | Error::LatentNotFound(_)
@@ -594,7 +598,7 @@ mod tests {
             }
         }
         let kinds: std::collections::HashSet<_> = all.iter().map(std::mem::discriminant).collect();
-        assert_eq!(kinds.len(), 30, "one of each kind above");
+        assert_eq!(kinds.len(), 32, "one of each kind above");
         all
     }
 
