@@ -454,7 +454,7 @@ async fn without_a_place_for_a_job_its_key_still_joins_it() {
     another.options.most_jobs = Some(0);
     let refused = queue.submit(another).await.unwrap_err();
     assert!(
-        matches!(refused, Error::TokenLimit { limit: "jobs", .. }),
+        matches!(&refused, Error::TokenLimit { limit, .. } if limit == "jobs"),
         "{refused}"
     );
     for _ in 0..3 {

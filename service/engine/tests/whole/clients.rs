@@ -141,6 +141,7 @@ fn random_options(random: &mut ChaCha8Rng) -> JobOptions {
     let deadline = random.random_ratio(1, 6).then(|| random.random_range(0..20_000));
     let patience = random.random_ratio(1, 4).then(|| random.random_range(0..10_000));
     JobOptions {
+        id: None,
         reach: Reach::All,
         most_jobs: None,
         account: String::new(),

@@ -108,7 +108,7 @@ fn what_is_left_out_of_the_texts_is_told() {
             ..request(false)
         };
         let told = model.left_out(&asked);
-        let found: Vec<&str> = told.iter().map(|each| each.field).collect();
+        let found: Vec<&str> = told.iter().map(|each| &*each.field).collect();
         assert_eq!(found, fields);
         assert!(
             told.iter().all(|each| each.limit == 512 && each.tokens > 300),

@@ -169,12 +169,8 @@ fn a_negative_prompt_is_in_the_text_memo_and_in_the_plan_where_it_has_an_effect(
         max_sequence_length: 32,
         ..request()
     };
-    let left_out: Vec<&str> = opened
-        .model
-        .left_out(&long)
-        .iter()
-        .map(|text| text.field)
-        .collect();
+    let left_out = opened.model.left_out(&long);
+    let left_out: Vec<&str> = left_out.iter().map(|text| &*text.field).collect();
     assert_eq!(left_out, ["negative_prompt"]);
 }
 
