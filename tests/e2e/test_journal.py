@@ -11,9 +11,9 @@ from pathlib import Path
 import moored
 import numpy as np
 import pytest
+from waiting import DEADLINE_S, until
 
 from service import INSTANT_MODELS, Service, run
-from waiting import DEADLINE_S, until
 
 Start = Callable[..., Service]
 ENDED = ("done", "failed", "cancelled")
@@ -118,7 +118,9 @@ def test_films_and_tracks_are_kept_as_they_were_asked_for(start: Start, medium: 
             case "track":
                 stream = client.stream_audio("one", model="track", seconds=2, seed=3, detach=True)
             case "film as mp4":
-                stream = client.stream_video("one", model="video", seed=3, output="mp4", detach=True)
+                stream = client.stream_video(
+                    "one", model="video", seed=3, output="mp4", detach=True
+                )
             case _:
                 stream = client.stream_video("one", model="video", seed=3, detach=True)
         before = stream.result()

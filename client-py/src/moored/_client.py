@@ -772,7 +772,7 @@ class Client:
     def jobs(
         self, *, include_ended: bool = False, timeout: float | None = QUICK_S
     ) -> tuple[JobInfo, ...]:
-        """The jobs of all clients: queued, waiting, running, held; on request also those that ended."""
+        """The jobs of all clients; on request also those that have ended."""
         request = jobs_pb2.ListJobsRequest(include_ended=include_ended)
         jobs = self._unary(self._stubs.jobs.List, request, timeout).jobs
         return tuple(mirror(JobInfo, job) for job in jobs)
@@ -780,7 +780,7 @@ class Client:
     def fetch(
         self, job_id: str, *, timeout: float | None = None
     ) -> ImageResult | VideoResult | AudioResult:
-        """Waits for the end of a job that was submitted with `detach`, and returns what it has made.
+        """Waits for the end of a job that was submitted with `detach`; returns what it made.
 
         As often as you like, also from another program and after a restart of the service, until
         the service's `queue.results_for` after its end. Raises the job's error where it failed, and
@@ -791,7 +791,7 @@ class Client:
     def stream_fetch(
         self, job_id: str, *, timeout: float | None = None
     ) -> EventStream[ImageResult | VideoResult | AudioResult]:
-        """The same as an iterator of events, with its progress from now on. Leaving leaves the job."""
+        """The same as an iterator of events, with its progress. Leaving it leaves the job."""
         request = message_of(jobs_pb2.FetchJobRequest, job_id=job_id)
         call = self._connection.stream(self._stubs.jobs.Fetch, request, timeout)
         return EventStream(call, self.endpoint, fetched_result, Bounds.unknown(), None, True)

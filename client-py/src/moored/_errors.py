@@ -31,7 +31,7 @@
     ├── SlowReader            too much of a call's results was left unread
     ├── ClientLimit           this client has too much open; `.retry_after_s`
     ├── DiskFull              what is to be pulled does not fit on the service's disk
-    ├── NotKept               a detached job cannot be written to the service's disk: `.retry_after_s`
+    ├── NotKept               the service's disk does not take a job: `.retry_after_s`
     ├── DiskNotReady          a disk of the service does not answer: `.retry_after_s`, `.how`
     ├── Superseded            a later segment of the session sounded before it
     ├── InternalError         a fault of the service
@@ -352,7 +352,7 @@ class DiskNotReady(MooredError):
 
 
 class NotKept(MooredError):
-    """A detached job, or what it has made, cannot be written to the service's disk or read from it."""
+    """A detached job, or what it made, cannot be written to the service's disk or read there."""
 
 
 class Superseded(MooredError):

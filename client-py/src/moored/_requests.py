@@ -179,7 +179,7 @@ class JobOptions(QueueOptions, total=False):
     ]
     detach: Annotated[
         bool | None,
-        "Go on when you leave the stream, and outlive a restart of the service: `fetch` gets the results.",
+        "Go on when you leave the stream, and after a restart of the service: see `fetch`.",
     ]
 
 

@@ -207,7 +207,7 @@ class EventStream(Stream[Event], Generic[R]):
         return self._result
 
     def leave(self) -> str:
-        """Waits until the job is accepted, leaves it to go on without this program, and returns its id.
+        """Waits until the job is accepted, leaves it to go on, and returns its id.
 
         For a job that was asked for with `detach=True`: `client.fetch(id)` gets its results later.
         """
