@@ -218,7 +218,7 @@ def test_adapters_leave_where_room_is_needed(simulate: Simulate, tmp_path: Path)
         (["none"], "model.adapters[0].id", "none"),
         ([name_of(0), "../red"], "model.adapters[1].id", "../red"),
         ([""], "model.adapters[0].id", "is not there"),
-        (["/etc/passwd"], "model.adapters[0].id", "/etc/passwd"),
+        (["/etc/passwd"], "model.adapters[0].id", "passwd"),
         ([(name_of(0), 1000)], "model.adapters[0].strength", "100"),
         ([(name_of(0), float("nan"))], "model.adapters[0].strength", ""),
         ([moored.Adapter(name_of(0), text_strength=-101)], "model.adapters[0].text_strength", ""),

@@ -63,6 +63,7 @@ class Secrets:
         self.models = folder / "models"
         shutil.copytree(INSTANT_MODELS, self.models)
         self.token.write_text("a-token-that-nobody-may-read\n", encoding="utf-8")
+        self.token.chmod(0o600)
         self.configuration.write_text(f'[models]\nfolders = ["{self.models}"]\n', encoding="utf-8")
         self.arguments = ("--config", str(self.configuration))
 

@@ -267,6 +267,6 @@ def test_a_job_of_a_command_is_fetched_by_another(start: Start, tmp_path: Path) 
 def test_one_service_at_a_time_has_a_state_folder(start: Start, tmp_path: Path) -> None:
     start()
     arguments = ("serve", "--listen", "127.0.0.1:0", "--state", str(tmp_path / "state"))
-    other = run(*arguments, "--device", "sim:8GiB", "--device", "sim:16GiB", "--end-with-stdin")
+    other = run(*arguments, "--device", "sim:8GiB,index=1", "--end-with-stdin", input="")
     assert other.returncode != 0
-    assert "state" in other.stderr, other.stderr
+    assert "is in use by another service" in other.stderr, other.stderr

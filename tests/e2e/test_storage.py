@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import moored
 import pytest
 
 from service import INSTANT_MODELS, Service, clean_environment, run
@@ -77,6 +78,9 @@ def test_a_service_whose_disk_is_full_serves_and_says_so_once(tmp_path: Path) ->
                     "x", model="small", steps=1, width=64, height=64, seed=seed
                 )
                 assert made.data
+            with pytest.raises(moored.NotKept, match="large"):
+                client.stream_image("x", model="small", detach=True).leave()
+            assert client.generate_image("x", model="small").data, "others go on"
         said = [line for line in service.log if "cannot remember hashes" in line]
         assert len(said) <= 1, said
     finally:

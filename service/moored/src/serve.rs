@@ -20,6 +20,7 @@ use journal::{Journal, JournalError};
 use model::Families;
 use residency::{Patience, Policy};
 use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 
@@ -108,6 +109,9 @@ pub(crate) async fn run(
     ready: Option<oneshot::Sender<SocketAddr>>,
     stop: Option<oneshot::Receiver<()>>,
 ) -> Result<(), ServeError> {
+    // A limit of file sizes (`ulimit -f`) is an error of a write then, and not the end of the service.
+    let xfsz = SignalKind::from_raw(rustix::process::Signal::XFSZ.as_raw());
+    let _file_size = signal(xfsz).map_err(ServeError::Signals)?;
     let mut timeline = Timeline::begin("start the service");
     memory::start_trimming();
     make_state_folder(&config.service.state)?;

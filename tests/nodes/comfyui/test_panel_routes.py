@@ -254,6 +254,7 @@ def test_the_token_is_sent_to_the_service_and_never_to_the_browser(
 ) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
+    token_file.chmod(0o600)
     service = start("--set", f"service.token_file={token_file}")
     code, said = panel.ask("/moored/status")
     assert (code, said["reachable"]) == (200, False)

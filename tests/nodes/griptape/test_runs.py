@@ -667,6 +667,7 @@ def test_a_token_is_asked_for_and_comes_from_the_secrets(nowhere: Headless, tmp_
 
     token = "0123456789abcdef-a-token"
     (tmp_path / "token").write_text(token)
+    (tmp_path / "token").chmod(0o600)
     service = Service("--token-file", str(tmp_path / "token"), state=tmp_path / "state")
     try:
         nowhere.do(nowhere.settings(endpoint=service.address))
