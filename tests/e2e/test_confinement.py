@@ -101,7 +101,7 @@ def outcomes_of_a_takeover(
 
 
 @needs_landlock
-def test_a_worker_that_strangers_have_taken_over_is_refused_everything(secrets: Secrets) -> None:
+def test_a_compromised_worker_is_refused_everything(secrets: Secrets) -> None:
     found = outcomes_of_a_takeover(secrets, "always")
     for secret in secrets.files:
         assert found[f"read {secret}"] == "refused", secret
@@ -259,7 +259,7 @@ def test_a_model_that_is_a_link_to_another_folder_is_read(
 
 
 @needs_landlock
-def test_links_within_a_model_lead_a_worker_nowhere_else(
+def test_a_link_in_a_model_opens_no_other_folder_to_its_worker(
     empty: tuple[Service, Path], copy_of_a_model: Path
 ) -> None:
     """Whoever made the model made them, perhaps to a key of the user."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from service import BINARY, ROOT
 
 
-def test_many_clients_are_told_no_error_that_is_no_limit(tmp_path: Path) -> None:
+def test_many_clients_get_no_errors_but_those_of_limits(tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.json"
     command = [str(ROOT / "scripts/load"), "--binary", str(BINARY), "--json", str(rows_file)]
     command += ["--seconds", "20", "--clients", "30", "--seed", "3"]

@@ -109,7 +109,7 @@ async fn a_stage_waits_for_a_slow_encoder_and_every_piece_comes() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_nobody_encodes_any_more_holds_no_stage() {
+async fn a_stage_does_not_wait_for_an_encoder_that_has_left() {
     for gone in ["encoder", "client"] {
         let (queue, mut worker) = small().await;
         let (job, pieces, order) = decoding(&queue, &mut worker, true).await;
