@@ -72,7 +72,9 @@ def test_jobs_run_again_after_a_kill_and_give_what_they_would_have_given(start: 
         assert states(client) == dict.fromkeys(jobs, "done")
 
 
-def test_results_are_fetched_as_often_as_one_likes_and_are_not_made_again(start: Start) -> None:
+def test_results_are_fetched_as_often_as_one_likes_and_are_not_made_again(
+    start: Start, tmp_path: Path
+) -> None:
     first = start()
     with first.client() as client:
         options: dict[str, object] = {"idempotency_key": "mine", "keep_latent": True, "count": 2}
@@ -107,6 +109,8 @@ def test_results_are_fetched_as_often_as_one_likes_and_are_not_made_again(start:
         assert client.release_latent(latent)
         with pytest.raises(moored.LatentNotFound):
             client.get_latent(latent)
+        kept = [file.name for file in (tmp_path / "state/results" / job).glob("latent-*")]
+        assert len(kept) == 1, "what was released is not on the disk either"
     assert not any("is in the queue again" in line for line in again.log)
 
 

@@ -39,8 +39,6 @@ const LISTINGS_AT_ONCE: usize = 8;
 const DEFAULT_HOLD: Duration = Duration::from_secs(60);
 const LONGEST_HOLD: Duration = Duration::from_secs(3600);
 const DEFAULT_RESERVATION: Duration = Duration::from_secs(600);
-/// How often it is checked whether the process of a reservation has ended.
-const PROCESS_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 const LONGEST_RESERVATION: Duration = Duration::from_secs(86_400);
 /// Number of models that a listing opens concurrently.
 const LISTED_AT_ONCE: usize = 8;
@@ -373,7 +371,9 @@ impl CardMemory {
                 self.queue.pin(entry).await
             }
         };
-        self.generation.kept.save_claims().await;
+        if pinned.is_ok() {
+            self.generation.kept.save_claims().await;
+        }
         pinned
     }
 
@@ -411,7 +411,9 @@ impl CardMemory {
         if released || caller.holder().is_none() {
             self.bounds.holds.end(id);
         }
-        self.generation.kept.save_claims().await;
+        if released {
+            self.generation.kept.save_claims().await;
+        }
         released
     }
 
@@ -537,7 +539,9 @@ impl CardMemory {
     pub async fn release_reservation(&self, id: &str) -> bool {
         let released = self.queue.release_reservation(id).await;
         self.bounds.reservations.end(id);
-        self.generation.kept.save_claims().await;
+        if released {
+            self.generation.kept.save_claims().await;
+        }
         released
     }
 
@@ -565,15 +569,7 @@ impl CardMemory {
     fn release_with(&self, process: OtherProcess, id: String) {
         let (queue, reservations) = (self.queue.clone(), self.bounds.reservations.clone());
         tokio::spawn(async move {
-            while !process.has_ended() {
-                tokio::time::sleep(PROCESS_CHECK_INTERVAL).await;
-                let status = queue.status_now().await;
-                let mut there = status.cards.iter().flat_map(|card| &card.reservations);
-                if !there.any(|reservation| reservation.id == id) {
-                    return; // it was released, or has expired
-                }
-            }
-            queue.release_reservation(&id).await;
+            process.release_at_its_end(&queue, &id).await;
             reservations.end(&id);
         });
     }

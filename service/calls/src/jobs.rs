@@ -34,7 +34,10 @@ impl Jobs {
     /// recent ones, and all whose results are kept.
     pub async fn list(&self, include_ended: bool) -> Vec<ListedJob> {
         let in_queue = self.queue.jobs(include_ended).await;
-        let (held, ended) = self.kept.list();
+        let ended = match include_ended {
+            true => self.kept.ended(),
+            false => Vec::new(),
+        };
         let mut kept: BTreeMap<_, _> = ended
             .iter()
             .map(|end| (end.info.id.clone(), end.results_for))
@@ -44,15 +47,13 @@ impl Jobs {
         let (live, recent): (Vec<JobInfo>, Vec<JobInfo>) =
             in_queue.into_iter().partition(|info| !info.state.has_ended());
         jobs.extend(live.into_iter().map(|info| listed(info, None)));
-        jobs.extend(held.into_iter().map(|info| listed(info, None)));
+        jobs.extend(self.kept.held().into_iter().map(|info| listed(info, None)));
         for info in recent {
             let results_for = kept.remove(&info.id);
             jobs.push(listed(info, results_for));
         }
-        if include_ended {
-            let older = ended.into_iter().filter(|end| kept.contains_key(&end.info.id));
-            jobs.extend(older.map(|end| listed(end.info, Some(end.results_for))));
-        }
+        let older = ended.into_iter().filter(|end| kept.contains_key(&end.info.id));
+        jobs.extend(older.map(|end| listed(end.info, Some(end.results_for))));
         jobs
     }
 

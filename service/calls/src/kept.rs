@@ -21,7 +21,7 @@ use std::time::Duration;
 use engine::CancelledBy;
 use engine::Error;
 use engine::JobState;
-use engine::job::{JobId, JobSpec, JobWork, Latent, Reach};
+use engine::job::{JobId, JobSpec, JobWork, Reach};
 use engine::queue::{Job, JobInfo, Queue};
 use journal::{Changes, Journal, JournalError};
 use model::LeftOut;
@@ -104,23 +104,27 @@ struct OpenJob {
     is_held: bool,
     number: u64,
     key: String,
+    /// Empty without a key: nothing asks for it.
     work: String,
     model: ResolvedModel,
     left_out: Vec<LeftOut>,
-    begun: u32,
 }
 
 impl OpenJob {
     fn of(id: &JobId, job: &KeptJob, is_held: bool) -> OpenJob {
+        let key = job.spec.options.idempotency_key.clone();
+        let work = match key.is_empty() {
+            true => String::new(),
+            false => work_of(&job.spec),
+        };
         OpenJob {
             info: job.info(id),
             is_held,
             number: job.number,
-            key: job.spec.options.idempotency_key.clone(),
-            work: work_of(&job.spec),
+            key,
+            work,
             model: job.model.clone(),
             left_out: job.output.left_out.clone(),
-            begun: job.begun,
         }
     }
 }
@@ -134,6 +138,15 @@ pub(crate) struct Detached {
     pub(crate) client: Client,
 }
 
+/// What is kept of the ended jobs of one account.
+#[derive(Default)]
+struct OfAccount<'a> {
+    /// Of all their results.
+    bytes: u64,
+    /// The oldest last.
+    jobs: Vec<(&'a JobId, &'a KeptEnd)>,
+}
+
 /// What becomes of a job that is submitted with a key.
 pub(crate) enum ByKey {
     /// Nothing has the key.
@@ -143,7 +156,7 @@ pub(crate) enum ByKey {
 }
 
 impl Kept {
-    /// Reads the journal. Jobs from before are held until [`Kept::start`].
+    /// Reads the journal, and waits for the disk. Jobs from before are held until [`Kept::start`].
     ///
     /// # Errors
     /// [`Error::NotKept`].
@@ -176,7 +189,9 @@ impl Kept {
         match results::remove_unknown(&settings.folder, is_known) {
             Ok(0) => {}
             Ok(count) => tracing::info!(count, "results of jobs that did not end are removed"),
-            Err(problem) => tracing::warn!(%problem, "results that nothing knows could not be removed"),
+            Err(problem) => {
+                tracing::warn!(%problem, "results of jobs that are not in the journal could not be removed")
+            }
         }
         if !index.open.is_empty() {
             tracing::info!(
@@ -243,12 +258,8 @@ impl Kept {
             model,
             client,
         } = detached;
-        let start = match start_of(&spec) {
-            Some(latent) => Some(self.0.queue.latent(latent).await?),
-            None => None,
-        };
         let as_file = output.as_file_of(&spec.work);
-        if let Err(error) = self.accept(&job.id, spec, &output, &model, start).await {
+        if let Err(error) = self.accept(&job.id, spec, &output, &model).await {
             let service = "the service, as it cannot keep the job".to_owned();
             drop(self.0.queue.discard(&job.id, service).await);
             return Err(error);
@@ -263,8 +274,11 @@ impl Kept {
         mut spec: JobSpec,
         output: &Output,
         model: &ResolvedModel,
-        start: Option<Latent>,
     ) -> Result<(), Error> {
+        let start = match start_of(&spec) {
+            Some(latent) => Some(self.0.queue.latent(latent).await?),
+            None => None,
+        };
         spec.options.id = Some(id.clone());
         let number = {
             let mut index = self.index();
@@ -335,8 +349,8 @@ impl Kept {
         Ok(ByKey::Ended(id))
     }
 
-    /// Jobs that are held, in the order of acceptance, and those that have ended, the latest first.
-    pub(crate) fn list(&self) -> (Vec<JobInfo>, Vec<KeptInfo>) {
+    /// Jobs that are held, in the order of acceptance.
+    pub(crate) fn held(&self) -> Vec<JobInfo> {
         let index = self.index();
         let mut held: Vec<&OpenJob> = index.open.values().filter(|open| open.is_held).collect();
         held.sort_by_key(|open| open.number);
@@ -344,6 +358,12 @@ impl Kept {
             position: u32::try_from(place).unwrap_or(u32::MAX),
             ..open.info.clone()
         });
+        held.collect()
+    }
+
+    /// Jobs that have ended, the latest first.
+    pub(crate) fn ended(&self) -> Vec<KeptInfo> {
+        let index = self.index();
         let mut ended: Vec<&Arc<KeptEnd>> = index.ended.values().collect();
         ended.sort_by_key(|end| std::cmp::Reverse(end.number));
         let now = Time::now();
@@ -351,77 +371,68 @@ impl Kept {
             info: end.info.clone(),
             results_for: self.0.settings.results_for.saturating_sub(end.ended.until(now)),
         });
-        (held.collect(), ended.collect())
+        ended.collect()
     }
 
     /// Ends the held jobs of an account: its token was withdrawn.
     pub(crate) async fn withdraw(&self, account: &str) {
-        let held: Vec<OpenJob> = {
-            let mut index = self.index();
-            let own = index
-                .open
-                .values_mut()
-                .filter(|open| open.is_held && open.info.account == account);
-            own.map(|open| {
-                open.is_held = false;
-                open.clone()
-            })
-            .collect()
-        };
-        for open in held {
-            let id = open.info.id.clone();
-            if let Err(error) = self
-                .end_without_results(&id, open, Error::Cancelled(CancelledBy::Withdrawn))
-                .await
-            {
-                tracing::warn!(job = %id, %error, "the end of a job of a withdrawn token is not written");
+        for held in self.held().into_iter().filter(|held| held.account == account) {
+            let error = Error::Cancelled(CancelledBy::Withdrawn);
+            if let Err(error) = self.end_held(&held.id, error).await {
+                tracing::warn!(job = %held.id, %error, "the end of a job of a withdrawn token is not written");
             }
         }
     }
 
-    /// Ends a job that is held. `None`: there is none that is within reach.
+    /// Ends a job that is held: true. False: it has ended. `None`: there is neither within reach.
     ///
     /// # Errors
-    /// [`Error::NotKept`].
+    /// [`Error::NotKept`]: it is still held.
     pub(crate) async fn cancel(
         &self,
         id: &str,
         client: String,
         reach: &Reach,
     ) -> Result<Option<bool>, Error> {
-        let held = {
-            let mut index = self.index();
-            let has_ended = index
-                .ended
-                .get(id)
-                .is_some_and(|end| reach.has(&end.info.account));
-            if has_ended {
+        let open = {
+            let index = self.index();
+            let ended = index.ended.get(id);
+            if ended.is_some_and(|end| reach.has(&end.info.account)) {
                 return Ok(Some(false));
             }
-            let open = index
-                .open
-                .get_mut(id)
-                .filter(|open| reach.has(&open.info.account));
-            match open {
-                Some(open) if open.is_held => {
-                    open.is_held = false;
-                    Some(open.clone())
-                }
-                _ => None,
-            }
+            let open = index.open.get(id);
+            let open = open.filter(|open| reach.has(&open.info.account));
+            open.map(|open| open.info.id.clone())
         };
-        let Some(open) = held else { return Ok(None) };
-        let id = open.info.id.clone();
-        let ended = self
-            .end_without_results(&id, open, Error::Cancelled(CancelledBy::Call { client }))
-            .await;
-        if let Err(error) = ended {
-            if let Some(open) = self.index().open.get_mut(&id) {
-                open.is_held = true;
-            }
-            return Err(error);
+        let Some(id) = open else { return Ok(None) };
+        let error = Error::Cancelled(CancelledBy::Call { client });
+        Ok(self.end_held(&id, error).await?.then_some(true))
+    }
+
+    /// Ends a job that is held. False: it is not.
+    async fn end_held(&self, id: &JobId, error: Error) -> Result<bool, Error> {
+        let Some(open) = self.take_held(id) else {
+            return Ok(false);
+        };
+        let ended = self.end_without_results(id, open, error).await;
+        if ended.is_err() {
+            self.hold_again(id);
         }
-        Ok(Some(true))
+        ended.map(|()| true)
+    }
+
+    /// Takes a job out of those that are held; `None`: it is not held.
+    fn take_held(&self, id: &JobId) -> Option<OpenJob> {
+        let mut index = self.index();
+        let open = index.open.get_mut(id).filter(|open| open.is_held)?;
+        open.is_held = false;
+        Some(open.clone())
+    }
+
+    fn hold_again(&self, id: &JobId) {
+        if let Some(open) = self.index().open.get_mut(id) {
+            open.is_held = true;
+        }
     }
 
     /// Reads a latent of a job that has ended, and puts it back into the store. False: there is none that is within reach.
@@ -465,21 +476,29 @@ impl Kept {
             let with = ends.filter(|(id, end)| end.latents.iter().any(|kept| is_meant(id, &kept.info.id)));
             let changed = with.map(|(id, end)| {
                 let mut end = KeptEnd::clone(end);
-                end.latents.retain(|kept| !is_meant(id, &kept.info.id));
-                (id.clone(), end)
+                let (released, left) = std::mem::take(&mut end.latents)
+                    .into_iter()
+                    .partition::<Vec<_>, _>(|kept| is_meant(id, &kept.info.id));
+                end.latents = left;
+                (id.clone(), end, released)
             });
             changed.collect::<Vec<_>>()
         };
         let is_any = !changed.is_empty();
-        for (id, end) in changed {
-            let key = id.clone();
+        for (id, end, released) in changed {
+            let (key, folder) = (id.clone(), self.folder(&id));
             let written = self.on_disk(move |kept| {
                 kept.journal.write(Changes::default().put(ENDED, &key, &end)?)?;
+                for latent in released {
+                    if let Err(problem) = std::fs::remove_file(folder.join(&latent.file)) {
+                        tracing::warn!(job = %key, %problem, "the file of a released latent is not removed");
+                    }
+                }
                 Ok(Arc::new(end))
             });
             match written.await {
                 Ok(end) => drop(self.index().ended.insert(id, end)),
-                Err(error) => tracing::warn!(job = %id, %error, "a released latent stays on the disk"),
+                Err(error) => tracing::warn!(job = %id, %error, "a released latent is still kept"),
             }
         }
         is_any
@@ -545,10 +564,10 @@ impl Kept {
     fn expired(&self, now: Time) -> Vec<JobId> {
         let index = self.index();
         let settings = &self.0.settings;
-        let mut left: BTreeMap<&JobId, &Arc<KeptEnd>> = index.ended.iter().collect();
+        let mut left: Vec<(&JobId, &KeptEnd)> = index.ended.iter().map(|(id, end)| (id, &**end)).collect();
         let mut expired = Vec::new();
         if self.0.started.elapsed() >= GRACE {
-            left.retain(|id, end| {
+            left.retain(|(id, end)| {
                 let is_over = end.ended.until(now) >= settings.results_for;
                 if is_over {
                     expired.push((*id).clone());
@@ -556,32 +575,26 @@ impl Kept {
                 !is_over
             });
         }
-        let mut bytes: BTreeMap<&str, u64> = BTreeMap::new();
-        for end in left.values() {
-            *bytes.entry(&end.info.account).or_default() += end.bytes();
+        let mut accounts: BTreeMap<&str, OfAccount<'_>> = BTreeMap::new();
+        left.sort_by_key(|(_, end)| std::cmp::Reverse(end.number));
+        let (mut bytes, mut count) = (0, left.len());
+        for (id, end) in left {
+            let own = accounts.entry(&end.info.account).or_default();
+            own.bytes += end.bytes();
+            bytes += end.bytes();
+            own.jobs.push((id, end));
         }
-        while bytes.values().sum::<u64>() > settings.most_bytes.0 || left.len() > MOST_ENDED {
-            let by_bytes = bytes.iter().max_by_key(|(_, bytes)| **bytes);
-            let most = by_bytes.map(|(account, _)| *account).unwrap_or_default();
-            let of_it = left.iter().filter(|(_, end)| end.info.account == most);
-            let Some((id, end)) = of_it
-                .min_by_key(|(_, end)| end.number)
-                .map(|(id, end)| (*id, *end))
-            else {
+        while bytes > settings.most_bytes.0 || count > MOST_ENDED {
+            let with_jobs = accounts.values_mut().filter(|own| !own.jobs.is_empty());
+            let Some(most) = with_jobs.max_by_key(|own| own.bytes) else {
                 break;
             };
-            let taken = bytes.entry(most).or_default();
-            *taken = taken.saturating_sub(end.bytes());
-            if left
-                .keys()
-                .filter(|other| left[**other].info.account == most)
-                .count()
-                == 1
-            {
-                bytes.remove(most);
+            if let Some((id, oldest)) = most.jobs.pop() {
+                most.bytes -= oldest.bytes();
+                bytes -= oldest.bytes();
+                count -= 1;
+                expired.push(id.clone());
             }
-            left.remove(id);
-            expired.push(id.clone());
         }
         expired
     }

@@ -82,6 +82,7 @@ pub use pulls::{PullEvent, Pulling};
 pub use references::{AskedAdapter, AskedControl, AskedFormats, ModelRef, PictureInput};
 pub use resolved::ResolvedModel;
 pub use results::{Event, EventKind, Events, Started};
+pub use runs::load_for;
 pub use sessions::{
     AskedSession, FromClient, OpenedSession, SESSION_MESSAGE_BYTES, SegmentFailure, SessionEnd, SessionEvent,
     SessionEvents, SessionRequest,
@@ -176,7 +177,7 @@ impl Service {
 
     /// The accounts of jobs from before a restart that are not in the queue yet.
     pub fn accounts_of_held_jobs(&self) -> BTreeSet<String> {
-        let (held, _) = self.generation.kept.list();
+        let held = self.generation.kept.held();
         held.into_iter().map(|job| job.account).collect()
     }
 

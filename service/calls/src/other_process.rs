@@ -2,9 +2,14 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::time::Duration;
 
+use engine::queue::Queue;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+/// How often it is checked whether the process of a reservation has ended.
+const PROCESS_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A process of this machine. This value names the same process for as long as it lives, even if the system gives the id to another.
 #[derive(Debug)]
@@ -43,6 +48,19 @@ impl OtherProcess {
 
     pub(crate) fn id(&self) -> u32 {
         self.id
+    }
+
+    /// Releases a reservation once the process has ended. It returns then, or when the reservation is gone.
+    pub(crate) async fn release_at_its_end(self, queue: &Queue, id: &str) {
+        while !self.has_ended() {
+            tokio::time::sleep(PROCESS_CHECK_INTERVAL).await;
+            let status = queue.status_now().await;
+            let mut there = status.cards.iter().flat_map(|card| &card.reservations);
+            if !there.any(|reservation| reservation.id == id) {
+                return; // it was released, or has expired
+            }
+        }
+        queue.release_reservation(id).await;
     }
 
     /// Whether the process has ended. A process that cannot be polled counts as ended.

@@ -1,7 +1,11 @@
 //! The runs of jobs: the stages of a request.
 
-use engine::job::{Call, Run};
+use std::sync::Arc;
+
+use engine::Error;
+use engine::job::{Call, JobEventKind, JobOptions, JobSpec, JobWork, Priority, Run};
 use engine::library::Entry;
+use engine::queue::Queue;
 use model::{ControlUse, InitImage, Request, Role};
 
 use crate::models::Models;
@@ -18,6 +22,32 @@ pub(crate) fn whole_run(call: Call, request: Request) -> Run {
         keep_latent: false,
         preview_interval_ms: 0,
     }
+}
+
+/// Loads a model that the service itself wants in memory, and waits for it. `client` is the name in the list of jobs.
+///
+/// # Errors
+/// When it cannot be opened or loaded, and [`Error::ShuttingDown`].
+pub async fn load_for(client: &str, entry: Arc<Entry>, queue: &Queue) -> Result<(), Error> {
+    let options = JobOptions {
+        client: client.to_owned(),
+        priority: Priority::Low, // requests of clients go first
+        ..JobOptions::default()
+    };
+    let work = JobWork::Load {
+        components: Vec::new(),
+        replace: None,
+        prove: false,
+    };
+    let mut job = queue.submit(JobSpec { options, entry, work }).await?;
+    while let Some(event) = job.next().await {
+        match event.kind {
+            JobEventKind::Done(_) => return Ok(()),
+            JobEventKind::Failed(error) => return Err(error),
+            _ => {}
+        }
+    }
+    Err(Error::ShuttingDown)
 }
 
 /// The ControlNets of a request to an entry, with pictures of this size without their data.

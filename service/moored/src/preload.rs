@@ -2,11 +2,10 @@
 
 use std::sync::Arc;
 
-use calls::{ModelRef, Models};
+use calls::{ModelRef, Models, load_for};
 use config::ModelSettings;
 use engine::Error;
-use engine::job::{JobEventKind, JobOptions, JobSpec, JobWork, Priority};
-use engine::library::{Entry, Library};
+use engine::library::Library;
 use engine::queue::Queue;
 use gpu::CardDescription;
 
@@ -32,7 +31,7 @@ pub(crate) async fn run(
             if setting == "models.pinned" {
                 queue.pin(entry.clone()).await?;
             }
-            load(&queue, entry).await
+            load_for(CLIENT, entry, &queue).await
         };
         match loaded.await {
             Ok(()) => tracing::info!(setting, model = name, "loaded"),
@@ -42,26 +41,4 @@ pub(crate) async fn run(
             }
         }
     }
-}
-
-async fn load(queue: &Queue, entry: Arc<Entry>) -> Result<(), Error> {
-    let options = JobOptions {
-        client: CLIENT.to_owned(),
-        priority: Priority::Low, // requests of clients go first
-        ..JobOptions::default()
-    };
-    let work = JobWork::Load {
-        components: Vec::new(),
-        replace: None,
-        prove: false,
-    };
-    let mut job = queue.submit(JobSpec { options, entry, work }).await?;
-    while let Some(event) = job.next().await {
-        match event.kind {
-            JobEventKind::Done(_) => return Ok(()),
-            JobEventKind::Failed(error) => return Err(error),
-            _ => {}
-        }
-    }
-    Err(Error::ShuttingDown)
 }

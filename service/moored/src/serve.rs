@@ -160,7 +160,7 @@ pub(crate) async fn run(
     timeline.part("library, queue");
     let host = Arc::new(Host::new());
     tokio::spawn(calls::watch_host(host.clone(), workers.clone()));
-    let service = Service::new(Parts {
+    let parts = Parts {
         queue: queue.clone(),
         library: library.clone(),
         models: models.clone(),
@@ -179,7 +179,12 @@ pub(crate) async fn run(
             resumed_at_once: config.queue.resumed_at_once,
         },
         stopping: stopping_seen,
-    })?;
+    };
+    // It reads the journal.
+    let service = tokio::task::spawn_blocking(move || Service::new(parts));
+    let service = service
+        .await
+        .map_err(|panic| engine::Error::Internal(panic.to_string()))??;
     let at_the_end = service.clone();
     tokio::spawn(end_withdrawn(tokens.clone(), service.clone()));
     let settings = GrpcSettings {

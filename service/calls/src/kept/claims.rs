@@ -2,8 +2,6 @@
 
 use std::time::Duration;
 
-use engine::Error;
-use engine::job::{JobEventKind, JobOptions, JobSpec, JobWork, Priority};
 use engine::queue::{KeptClaims, KeptHold, KeptReservation};
 use journal::Changes;
 use serde::{Deserialize, Serialize};
@@ -11,14 +9,12 @@ use serde::{Deserialize, Serialize};
 use super::Kept;
 use super::records::{STATE, Time};
 use crate::other_process::OtherProcess;
+use crate::runs::load_for;
 
 /// Name of the claims, among the state.
 const CLAIMS: &str = "claims";
 /// Client name of the jobs that load pinned models again.
 const CLIENT: &str = "moored (pins)";
-/// How often it is checked whether the process of a reservation has ended.
-const PROCESS_INTERVAL: Duration = Duration::from_secs(1);
-
 /// The claims, and when they were written: their remaining times are counted from then.
 #[derive(Default, Serialize, Deserialize)]
 struct Written {
@@ -88,31 +84,11 @@ impl Kept {
         self.unrestored().pins.clear();
         self.save_claims().await;
         for entry in pins {
-            let options = JobOptions {
-                client: CLIENT.to_owned(),
-                priority: Priority::Low, // requests of clients go first
-                ..JobOptions::default()
-            };
-            let work = JobWork::Load {
-                components: Vec::new(),
-                replace: None,
-                prove: false,
-            };
             let key = entry.key.clone();
-            if let Err(error) = self.load(JobSpec { options, entry, work }).await {
+            if let Err(error) = load_for(CLIENT, entry, &self.0.queue).await {
                 tracing::warn!(model = key, %error, "a model that was pinned before the restart is not loaded");
             }
         }
-    }
-
-    async fn load(&self, spec: JobSpec) -> Result<(), Error> {
-        let mut job = self.0.queue.submit(spec).await?;
-        while let Some(event) = job.next().await {
-            if let JobEventKind::Failed(error) = event.kind {
-                return Err(error);
-            }
-        }
-        Ok(())
     }
 
     /// Reservations whose processes are there still. Each ends with its process.
@@ -123,12 +99,7 @@ impl Kept {
                 None => {}
                 Some(Ok(process)) => {
                     let (queue, id) = (self.0.queue.clone(), reservation.id.clone());
-                    tokio::spawn(async move {
-                        while !process.has_ended() {
-                            tokio::time::sleep(PROCESS_INTERVAL).await;
-                        }
-                        queue.release_reservation(&id).await;
-                    });
+                    tokio::spawn(async move { process.release_at_its_end(&queue, &id).await });
                 }
                 Some(Err(_)) => continue,
             }

@@ -89,21 +89,13 @@ impl Kept {
         let key = id.clone();
         let written = self.on_disk(move |kept| {
             let Some(mut job) = kept.journal.get::<KeptJob>(JOBS, &key)? else {
-                return Ok(0);
+                return Ok(());
             };
             job.begun += 1;
-            kept.journal.write(Changes::default().put(JOBS, &key, &job)?)?;
-            Ok(job.begun)
+            kept.journal.write(Changes::default().put(JOBS, &key, &job)?)
         });
-        match written.await {
-            Ok(begun) => {
-                if let Some(open) = self.index().open.get_mut(id) {
-                    open.begun = begun;
-                }
-            }
-            Err(error) => {
-                tracing::warn!(job = %id, %error, "the journal does not know that the job was begun")
-            }
+        if let Err(error) = written.await {
+            tracing::warn!(job = %id, %error, "the begin of the job is not written");
         }
     }
 

@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use engine::Error;
 use engine::job::JobId;
+use engine::queue::JobInfo;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use super::Kept;
 use super::records::{JOBS, KeptJob};
-use super::{Kept, OpenJob};
 
 /// How often a job is begun at the most: once, and twice again.
 const MOST_BEGUN: u32 = 3;
@@ -19,14 +20,7 @@ impl Kept {
     /// Submits all jobs that are held.
     pub(super) async fn resume_all(&self) {
         let places = Arc::new(Semaphore::new(self.0.settings.resumed_at_once.max(1)));
-        let held = {
-            let index = self.index();
-            let held = index.open.iter().filter(|(_, open)| open.is_held);
-            let mut held: Vec<(u64, JobId)> = held.map(|(id, open)| (open.number, id.clone())).collect();
-            held.sort();
-            held
-        };
-        for (_, id) in held {
+        for JobInfo { id, .. } in self.held() {
             let Ok(place) = places.clone().acquire_owned().await else {
                 return;
             };
@@ -91,20 +85,6 @@ impl Kept {
                 }
                 Err(error) => return Err(error),
             }
-        }
-    }
-
-    /// Takes a job out of those that are held; `None`: it is not held.
-    fn take_held(&self, id: &JobId) -> Option<OpenJob> {
-        let mut index = self.index();
-        let open = index.open.get_mut(id).filter(|open| open.is_held)?;
-        open.is_held = false;
-        Some(open.clone())
-    }
-
-    fn hold_again(&self, id: &JobId) {
-        if let Some(open) = self.index().open.get_mut(id) {
-            open.is_held = true;
         }
     }
 }

@@ -147,7 +147,7 @@ async fn pixels(kept: &Kept, id: &str) -> Result<Vec<u8>, Error> {
 }
 
 fn ended(kept: &Kept) -> BTreeMap<String, JobState> {
-    let (_, ended) = kept.list();
+    let ended = kept.ended();
     let states = ended.iter().map(|end| (end.info.id.to_string(), end.info.state));
     let by_id: BTreeMap<_, _> = states.collect();
     assert_eq!(by_id.len(), ended.len(), "a job ended twice");
@@ -200,7 +200,7 @@ fn history(seed: u64) {
                 let made = made.unwrap_or_else(|_| {
                     panic!(
                         "{id} does not end: {:?} {:?} {:?}",
-                        kept.list(),
+                        (kept.held(), kept.ended()),
                         kept.index().open,
                         kept.0.changes.borrow()
                     )
@@ -340,7 +340,7 @@ fn results_expire_and_the_oldest_of_who_has_most_leave_first() {
 
 /// A record of each kind, with what it can have.
 fn records() -> (KeptJob, KeptEnd) {
-    use engine::job::{LatentInfo, StageReport, Start};
+    use engine::job::{Latent, LatentInfo, StageReport, Start};
     use model::{HostTensor, HostType, InitImage, MediaFormat, Role, ValueShape};
 
     let mut spec = spec(5, "key");
