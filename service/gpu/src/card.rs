@@ -221,7 +221,7 @@ pub trait Gpu {
     fn trim(&mut self) -> Result<Bytes, GpuError>;
 
     /// The largest single allocation that would succeed now, up to `enough`. Smaller than free memory where that is
-    /// fragmented. Slack of the activation pool is not counted.
+    /// fragmented. Slack of activations is not counted.
     ///
     /// # Errors
     /// [`GpuError::Lost`] or [`GpuError::Truth`].
@@ -229,8 +229,8 @@ pub trait Gpu {
         Ok(self.memory()?.free.min(enough))
     }
 
-    /// Makes the activation pool hold one free block of these bytes, from which the next stage allocates. If the driver has no such
-    /// block, the pool is extended as the stage allocates.
+    /// Makes activations have one free block of these bytes, from which the next stage allocates. If the card lacks memory for it, they
+    /// are given memory as the stage allocates.
     ///
     /// # Errors
     /// [`GpuError::Lost`].

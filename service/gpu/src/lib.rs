@@ -4,6 +4,8 @@
 
 #[allow(unsafe_code)] // A global allocator is an unsafe trait.
 pub mod allocator;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // Only activations of a real card live in one.
+mod arena;
 mod blocks;
 mod card;
 mod checkpoint;

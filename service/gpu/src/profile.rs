@@ -32,8 +32,7 @@ pub enum ProfileName {
 /// the slack limit only, which the planner applies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MemoryProfile {
-    /// Release threshold of the activation pool: reserved bytes that it keeps at a synchronization. `None` keeps
-    /// everything until a trim.
+    /// Bytes of memory that activations keep at the end of a stage. `None` keeps everything until a trim.
     pub release_threshold: Option<Bytes>,
     /// An idle card with more slack than this is trimmed.
     pub slack_limit: Bytes,

@@ -183,7 +183,7 @@ impl Card {
     }
 
     /// Makes a stage's scratch available as one allocation. The driver's free memory is in one piece where it remaps; slack is
-    /// memory that the activation pool has kept, in pieces that fit earlier stages. Where the stage would depend on it, slack is
+    /// memory that activations have kept. Where the stage would depend on it, slack is
     /// returned first. A remaining shortage is logged, and the stage finds out whether it needs that much. Returns the largest
     /// block that the driver would give, at most `scratch`; `None` if slack and free memory each are enough.
     fn defragment(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<Option<Bytes>, MoveError> {
@@ -206,8 +206,8 @@ impl Card {
         Ok(Some(largest))
     }
 
-    /// Reserves a stage's scratch as one block if less than the same amount would stay free. A pool that the driver extends by itself
-    /// keeps pieces that later allocations do not fit, and a service with a limit would exceed the limit by them.
+    /// Reserves a stage's scratch as one block if less than the same amount would stay free: then nothing has to be moved where
+    /// the stage allocates in the order of its prediction.
     fn reserve_where_tight(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<(), MoveError> {
         let accounts = self.ledger.accounts();
         if (accounts.free + accounts.slack) - scratch >= scratch {

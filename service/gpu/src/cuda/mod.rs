@@ -1,10 +1,10 @@
 //! An NVIDIA card.
 //!
-//! Each component has a memory pool of its own, allocated from explicitly; activations live in the device's default
-//! pool, which is never replaced. The bytes used and reserved by the pools, with the driver's free bytes, are the
-//! source of the ledger's figures. One thread owns the card and frees all memory; reading threads only fill pinned
+//! Each component has a memory pool of its own, allocated from explicitly; activations live in an arena. The bytes used and
+//! reserved by both, with the driver's free bytes, are the source of the ledger's figures. One thread owns the card and frees all memory; reading threads only fill pinned
 //! memory and enqueue copies.
 
+mod activations;
 mod host_blocks;
 mod parted;
 mod placer;
@@ -25,6 +25,7 @@ use candle_core::{CudaDevice, CudaStorage, DType, Device, Storage, Tensor};
 use cudarc::driver::{CudaContext, CudaStream, DriverError, PushKernelArg as _, sys};
 use residency::{Bytes, Component, ComponentId, DriverTruth, HostMemory, Part};
 
+use crate::arena::Limit;
 use crate::card::{Arrival, CardDescription, CardSpeeds, Gpu, GpuError, Unloaded};
 use crate::cuda_settings::CudaSettings;
 use crate::faults::{FaultAction, FaultSchedule};
@@ -35,6 +36,7 @@ use crate::profile::MemoryProfile;
 use crate::reader::{self, Progress};
 use crate::tensors::{ComponentTensors, Pinning};
 use crate::timeline::Timeline;
+use activations::{Activations, Peak};
 use parted::{KeptBlocks, PartedComponent};
 use pool::{PinnedInPlace, Pool, has_in_one_piece, is_allocated, is_out_of_memory};
 use quantize::Kernels;
@@ -63,7 +65,7 @@ pub(crate) struct CudaCard {
     device: Device,
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
-    activations: Pool,
+    activations: Activations,
     /// Pool of library workspaces, allocated once.
     workspaces: Pool,
     /// Streams of components read with it too, while a stage runs.
@@ -80,7 +82,9 @@ pub(crate) struct CudaCard {
     context_at_start: Bytes,
     /// The last readings of it.
     context_readings: [Bytes; 3],
-    /// Bytes used by the activation pool when the current stage began.
+    /// Bytes that activations may keep after a stage.
+    kept_activations: Bytes,
+    /// Bytes of activations when the current stage began.
     stage_baseline: Bytes,
     /// Maximum bytes of the card's memory that the service uses.
     limit: Option<Bytes>,
@@ -103,18 +107,13 @@ struct Libraries {
     device: Device,
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
-    activations: Pool,
+    activations: Activations,
     workspaces: Pool,
     kernels: Kernels,
 }
 
 impl Libraries {
-    fn open(
-        ordinal: usize,
-        dtype: DType,
-        profile: &MemoryProfile,
-        timeline: &mut Timeline,
-    ) -> Result<Libraries, GpuError> {
+    fn open(ordinal: usize, dtype: DType, timeline: &mut Timeline) -> Result<Libraries, GpuError> {
         let device = CudaDevice::new_with_stream(ordinal).map_err(|e| GpuError::Lost(e.to_string()))?;
         timeline.part("cuBLAS and cuRAND handles");
         // SAFETY: one stream computes and one thread frees; the copy streams are synchronized before anything that
@@ -122,7 +121,7 @@ impl Libraries {
         unsafe { device.disable_event_tracking() };
         let stream = device.cuda_stream();
         let context = Arc::clone(stream.context());
-        let activations = Pool::of_activations(&context, profile.release_threshold).map_err(lost)?;
+        let activations = Activations::of(&context, &stream).map_err(lost)?;
         let workspaces = Pool::new(&context).map_err(lost)?;
         give_workspace(&device, &workspaces, &stream)?;
         timeline.part("pools and cuBLAS's workspace");
@@ -203,7 +202,7 @@ impl CudaCard {
             let pinned =
                 scope.spawn(|| PinnedRing::new(&primary, profile.staging_bytes, profile.staging_chunk));
             let in_f32 = (dtype != DType::F32).then(|| scope.spawn(|| warm_up_in_f32(ordinal)));
-            let libraries = Libraries::open(ordinal, dtype, profile, &mut timeline);
+            let libraries = Libraries::open(ordinal, dtype, &mut timeline);
             if let Some(Err(_)) = in_f32.map(std::thread::ScopedJoinHandle::join) {
                 tracing::debug!("a first product in f32 panicked");
             }
@@ -246,6 +245,7 @@ impl CudaCard {
             nvml,
             context_at_start: Bytes::ZERO,
             context_readings: [Bytes::ZERO; 3],
+            kept_activations: profile.release_threshold.unwrap_or(Bytes(u64::MAX)),
             stage_baseline: Bytes::ZERO,
             limit: settings.limit,
             faults: FaultSchedule::new(settings.faults.clone(), generation, settings.die_generations),
@@ -309,8 +309,8 @@ impl CudaCard {
         Ok(Pools {
             components: components.0,
             components_reserved: components.1,
-            scratch: self.activations.used().map_err(lost)?,
-            scratch_reserved: self.activations.reserved().map_err(lost)?,
+            scratch: self.activations.used(),
+            scratch_reserved: self.activations.reserved(),
             workspaces: self.workspaces.reserved().map_err(lost)?,
         })
     }
@@ -628,12 +628,8 @@ impl Gpu for CudaCard {
 
     fn trim(&mut self) -> Result<Bytes, GpuError> {
         self.check_alive()?;
-        let before = self.activations.reserved();
-        let before = self.latch(before)?;
-        let trimmed = self.stream.synchronize().and_then(|()| self.activations.trim());
-        self.latch(trimmed)?;
-        let after = self.activations.reserved();
-        Ok(before - self.latch(after)?)
+        let trimmed = self.activations.trim(Bytes::ZERO);
+        self.latch(trimmed)
     }
 
     fn on_host(&self) -> HostMemory {
@@ -674,28 +670,32 @@ impl Gpu for CudaCard {
 
     fn reserve_scratch(&mut self, bytes: Bytes) -> Result<(), GpuError> {
         self.check_alive()?;
-        // Until it is synchronized, what was freed counts as used.
-        let mapped = self.activations.map(bytes.0, &self.stream);
-        let mapped = mapped.and_then(|()| self.stream.synchronize());
-        self.latch(mapped)
+        let reserved = self.activations.reserve(bytes);
+        self.latch(reserved)
     }
 
     fn begin_stage(&mut self) {
-        let began = self
-            .activations
-            .forget_peak()
-            .and_then(|()| self.activations.used());
-        self.stage_baseline = self.latch(began).unwrap_or(Bytes::ZERO);
+        self.activations.forget_peak();
+        self.stage_baseline = self.activations.used();
+        match self.limit_of_activations() {
+            Ok(limit) => self.activations.limit(limit),
+            Err(error) => tracing::warn!(%error, "activations have no limit"),
+        }
     }
 
     fn stage_peak(&mut self) -> Bytes {
-        let peak = self.stream.synchronize().and_then(|()| self.activations.peak());
-        let peak = self.latch(peak).unwrap_or(self.stage_baseline);
+        let over = self.stream.synchronize();
+        let over = over.and_then(|()| self.activations.trim(self.kept_activations));
+        if let Err(error) = self.latch(over) {
+            tracing::warn!(%error, "memory of activations stays with them");
+        }
+        self.activations.limit(Limit::NONE);
+        let peak = self.activations.peak();
         self.log_stage_peak(peak);
         if let Err(error) = self.measure_context(true) {
             tracing::warn!(%error, "the size of the context is not known");
         }
-        peak - self.stage_baseline
+        peak.used - self.stage_baseline
     }
 
     fn fault_at(&mut self, place: &str) -> Option<FaultAction> {
@@ -714,15 +714,31 @@ impl Gpu for CudaCard {
 }
 
 impl CudaCard {
-    /// Logs what the pool of activations reserved beyond what a stage used.
-    fn log_stage_peak(&self, peak: Bytes) {
+    /// The most memory that the activations of a stage may have: what they have now and what is free, within the service's limit.
+    /// As much as the context may grow by is taken last.
+    fn limit_of_activations(&self) -> Result<Limit, GpuError> {
+        let pools = self.pools()?;
+        let (mut free, total) = self.driver_memory()?;
+        if let Some(limit) = self.limit {
+            free = free.min(total.min(limit) - pools.reserved() - self.context_bytes());
+        }
+        let most = pools.scratch_reserved + free;
+        Ok(Limit {
+            wanted: (most - CONTEXT_GROWTH).max(pools.scratch_reserved),
+            most,
+        })
+    }
+
+    /// Logs what activations had beyond what a stage used.
+    fn log_stage_peak(&self, peak: Peak) {
         if !tracing::enabled!(tracing::Level::DEBUG) {
             return;
         }
-        if let (Ok(pools), Ok(reserved)) = (self.pools(), self.activations.reserved_peak()) {
+        if let Ok(pools) = self.pools() {
             tracing::debug!(
-                %peak, %reserved, reserved_now = %pools.scratch_reserved, components = %pools.components_reserved,
-                workspaces = %pools.workspaces, context = %self.context_bytes(), "peak of the activations' pool"
+                peak = %peak.used, reserved = %peak.reserved, moved = %peak.moved, reserved_now = %pools.scratch_reserved,
+                components = %pools.components_reserved, workspaces = %pools.workspaces,
+                context = %self.context_bytes(), "peak of activations"
             );
         }
     }

@@ -13,13 +13,12 @@ use crate::tensors::Pinning;
 use sys::CUmemPool_attribute_enum as Attribute;
 
 /// A memory pool of a card: one per component, so that its memory is freed as a whole. Never the device's current
-/// pool, where activations live.
+/// pool.
 ///
 /// Reference: the stream-ordered memory allocator of the CUDA driver API (`cuMemPool*`).
 #[derive(Debug)]
 pub(super) struct Pool {
     handle: sys::CUmemoryPool,
-    ours: bool,
 }
 
 // SAFETY: a pool is a handle to an object that the driver synchronizes; any thread may use it.
@@ -38,23 +37,8 @@ impl Pool {
         wanted.location.id = context.cu_device();
         // SAFETY: `wanted` describes a pool of device memory and lives through the call.
         let handle = unsafe { mem_pool::create(&raw const wanted) }?;
-        let pool = Pool { handle, ours: true };
+        let pool = Pool { handle };
         pool.set(Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, u64::MAX)?;
-        Ok(pool)
-    }
-
-    /// The pool of activations. `release_threshold`: bytes that it keeps at a synchronization.
-    pub(super) fn of_activations(
-        context: &CudaContext,
-        release_threshold: Option<Bytes>,
-    ) -> Result<Pool, DriverError> {
-        context.bind_to_thread()?;
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: `handle` outlives the call, and the device is the context's.
-        unsafe { sys::cuDeviceGetDefaultMemPool(&raw mut handle, context.cu_device()) }.result()?;
-        let pool = Pool { handle, ours: false };
-        let threshold = release_threshold.map_or(u64::MAX, |bytes| bytes.0);
-        pool.set(Attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, threshold)?;
         Ok(pool)
     }
 
@@ -66,23 +50,6 @@ impl Pool {
     /// Bytes that the pool reserves on the card, allocated or not.
     pub(super) fn reserved(&self) -> Result<Bytes, DriverError> {
         self.get(Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)
-    }
-
-    /// Maximum of allocated bytes since [`Pool::forget_peak`].
-    pub(super) fn peak(&self) -> Result<Bytes, DriverError> {
-        self.get(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)
-    }
-
-    /// Maximum of reserved bytes since [`Pool::forget_peak`].
-    pub(super) fn reserved_peak(&self) -> Result<Bytes, DriverError> {
-        self.get(Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)
-    }
-
-    /// Resets both peaks to the bytes of now.
-    pub(super) fn forget_peak(&self) -> Result<(), DriverError> {
-        // The only value that they can be set to.
-        self.set(Attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH, 0)?;
-        self.set(Attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH, 0)
     }
 
     /// Returns unused memory to the card. Without a prior synchronization, recently freed memory still counts as
@@ -125,9 +92,6 @@ impl Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        if !self.ours {
-            return;
-        }
         // SAFETY: the pool is ours and unused. With live allocations the driver defers its destruction.
         if let Err(error) = unsafe { mem_pool::destroy(self.handle) } {
             tracing::error!(%error, "a memory pool cannot be destroyed");

@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
-use cudarc::driver::{CudaStream, DriverError};
+use cudarc::driver::{CudaStream, DriverError, result};
 use residency::Bytes;
 
-use super::pool::{self, Pool};
+use super::activations::Activations;
+use super::pool;
 use super::staging::Staging;
 use crate::card::CardSpeeds;
 
@@ -25,11 +26,11 @@ const PRODUCTS_LIMIT: Duration = Duration::from_millis(20);
 /// Measures the speeds of a card. What cannot be measured is unknown: an error that matters recurs where it does.
 pub(super) fn measure(
     staging: &Staging,
-    activations: &Pool,
+    activations: &Activations,
     (device, dtype): (&Device, DType),
     stream: &CudaStream,
 ) -> CardSpeeds {
-    let link = link(staging, activations, stream).unwrap_or_else(|error| {
+    let link = link(staging, stream).unwrap_or_else(|error| {
         tracing::debug!(%error, "the speed of the link cannot be measured");
         None
     });
@@ -37,16 +38,17 @@ pub(super) fn measure(
         tracing::debug!(%error, "the speed of products cannot be measured");
         None
     });
-    if let Err(error) = stream.synchronize().and_then(|()| activations.trim()) {
+    if let Err(error) = activations.trim(Bytes::ZERO) {
         tracing::debug!(%error, "the memory of the measurement stays with the pool");
     }
     CardSpeeds { link, flops }
 }
 
 /// Bytes a second of copies from pinned memory.
-fn link(staging: &Staging, activations: &Pool, stream: &CudaStream) -> Result<Option<Bytes>, DriverError> {
+fn link(staging: &Staging, stream: &CudaStream) -> Result<Option<Bytes>, DriverError> {
     let chunk = staging.chunk();
-    let to = activations.allocate(chunk as u64, stream)?;
+    // SAFETY: it is written before it is read, which nothing does.
+    let to = unsafe { result::malloc_async(stream.cu_stream(), chunk) }?;
     let measured = fastest_copies(staging, to, stream);
     let done = stream.synchronize();
     // SAFETY: allocated above, and all copies to it are over, or the stream is lost.

@@ -1,5 +1,5 @@
 //! Our own kernels on a CUDA device. They are enqueued on the device's stream without synchronization. Memory is
-//! allocated from candle's device, that is from the activation pool.
+//! allocated from candle's device, that is from the card's activations.
 #![allow(unsafe_code)] // Launches, and cuBLASLt.
 
 mod apply_norm;
