@@ -67,19 +67,6 @@ def release(target: Target, names: Sequence[str]) -> None:
         connection.start_with_client(work, target)
 
 
-def discard(target: Target, job_id: str) -> None:
-    """Ends a job of which nobody will ask for anything, for all who follow it; does not wait.
-
-    Latents that it has kept are released, and so are those that it keeps until it ends.
-    """
-
-    async def work(client: moored.AsyncClient) -> None:
-        await client.cancel(job_id, release_latents=True)
-
-    if job_id:
-        connection.start_with_client(work, target)
-
-
 async def use(client: moored.AsyncClient, target: Target, recipe: ModelRecipe) -> None:
     """Renews the hold or pin of a model before it is used."""
     claim = _claims[target, recipe]

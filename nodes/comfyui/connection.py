@@ -28,6 +28,9 @@ TOKEN_FILE_SETTING = "moored.token_file"
 # The folder of ComfyUI's user directory that token files named in the settings lie in.
 TOKEN_FOLDER = "moored"
 
+# In ComfyUI's user directory: jobs that outlive ComfyUI.
+UNFINISHED_FILE = "moored-unfinished.json"
+
 # A token is a line of text. What is longer is another file, and must not leave this machine.
 TOKEN_AT_MOST_CHARACTERS = 4096
 
@@ -137,7 +140,10 @@ async def _with_client(work: Callable[[moored.AsyncClient], Awaitable[T]], targe
 def _client_of(target: Target) -> moored.AsyncClient:
     if target not in _clients:
         _clients[target] = moored.AsyncClient(
-            target.endpoint, token=target.token, client_id=client_id()
+            target.endpoint,
+            token=target.token,
+            client_id=client_id(),
+            unfinished=Path(folder_paths.get_user_directory()) / UNFINISHED_FILE,
         )
     return _clients[target]
 

@@ -163,9 +163,10 @@ async def follow(
                             deliver(event)
                     result = await stream.result()
                     await claims.used(client, target, recipe)
-                except BaseException:
-                    # It may have kept latents that were not heard of yet.
-                    claims.discard(target, stream.job_id)
+                except BaseException as error:
+                    # The prompt ends, or the job did. It may have kept latents that were not heard of yet.
+                    if not (isinstance(error, moored.MooredError) and stream.goes_on):
+                        connection.start(_end(stream))
                     raise
         finally:
             claims.rest(target, recipe)
@@ -176,6 +177,12 @@ async def follow(
             claims.release(target, [latent.id for latent in result.latents])
 
     return await attend(display, target, work, undo)
+
+
+async def _end(stream: moored.AsyncEventStream[Any]) -> None:
+    # What is not ended here ends with its stream, or is in the panel's list of jobs.
+    with contextlib.suppress(moored.MooredError):
+        await stream.cancel(release_latents=True)
 
 
 def stop_if_interrupted() -> None:

@@ -88,6 +88,7 @@ def picture_inputs() -> list[io.Input]:
         preview_input(),
         *job_inputs(),
         *further_inputs(moored.ImageOptions, unfolded=("negative_prompt", "true_guidance")),
+        detach_input(default=False),
     ]
 
 
@@ -131,6 +132,7 @@ def film_inputs() -> list[io.Input]:
         preview_input(),
         *job_inputs(),
         *further_inputs(moored.VideoOptions),
+        detach_input(default=True),
     ]
 
 
@@ -179,6 +181,7 @@ def music_inputs() -> list[io.Input]:
         *placed_inputs("max_sequence_length", folded=True),
         *job_inputs(),
         *further_inputs(moored.AudioOptions),
+        detach_input(default=True),
     ]
 
 
@@ -281,6 +284,18 @@ def job_inputs() -> list[io.Input]:
             tooltip="Try even if memory is short. If it runs out, only this job fails.",
         ),
     ]
+
+
+def detach_input(*, default: bool) -> io.Input:
+    """Whether a job goes on where ComfyUI ends before it. The last input: saved nodes lack it."""
+    return io.Boolean.Input(
+        "detach",
+        default=default,
+        optional=True,
+        advanced=True,
+        tooltip="If ComfyUI ends or restarts, the service finishes the job: queue it again for its result. "
+        "The interrupt button ends it all the same.",
+    )
 
 
 def seed_of(seed: int, n: int) -> int:

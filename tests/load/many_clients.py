@@ -7,8 +7,8 @@ Errors that are no limits, memory that grows, unequal shares of the card, what t
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import multiprocessing
 import os
 import random
 import statistics
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from measures import process_sample
 from processes import children_of
 from report import Report
 from served import Served
-from visitors import FILM, PICTURE, TRACK, Seen, visitors
+from visitors import FILM, PICTURE, TRACK, Seen, act_in_a_process
 
 ROOT = Path(__file__).resolve().parents[2]
 INSTANT = ROOT / "tests/models/instant"
@@ -36,8 +37,8 @@ DEVICE = "sim:24GiB"
 SECONDS, CLIENTS = 600.0, 200
 SHORT_S = 120.0
 """A load that is shorter says nothing about growth and shares."""
-# Milliseconds of a step of the card, and steps of a job.
-MODELS = {PICTURE: ("small", 6, 4), FILM: ("video", 5, 4), TRACK: ("track", 5, 4)}
+# Milliseconds of a step of the card, and steps of a job: the card is what all of them wait for.
+MODELS = {PICTURE: ("small", 36, 4), FILM: ("video", 30, 4), TRACK: ("track", 30, 4)}
 SAMPLES = 120
 # So many clients leave the processors little time for a worker: it is not taken for hung.
 PATIENT = ("queue.stall_floor=60s", "queue.stall_limit=120s", "queue.cancel_limit=60s")
@@ -53,6 +54,12 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--binary", type=Path, required=True, help="moored; default: it is built")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="default: %(default)g")
     parser.add_argument("--clients", type=int, default=CLIENTS, help="default: %(default)s")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="of clients; default: %(default)s",
+    )
     parser.add_argument("--device", default=DEVICE, help="default: %(default)s")
     parser.add_argument("--seed", default="", help="default: another one each time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
@@ -113,33 +120,33 @@ def commit() -> str:
     return said.stdout.strip() or "unknown"
 
 
-async def load(settings: argparse.Namespace, served: Served, memory: Memory) -> tuple[Seen, float]:
-    """All clients for as long as was asked for; what they have seen, and how long that was."""
-    seen, over = Seen(), asyncio.Event()
-    tasks = [
-        asyncio.ensure_future(acting)
-        for acting in visitors(settings.clients, served.address, settings.seed, over, seen)
-    ]
+def load(settings: argparse.Namespace, served: Served, memory: Memory) -> tuple[Seen, float]:
+    """All clients, in some processes, for as long as was asked for; what they have seen, and the time."""
+    count = settings.processes
     began, every = time.monotonic(), settings.seconds / SAMPLES
-    while (at := time.monotonic() - began) < settings.seconds:
-        memory.sample(at, served.process.pid)
-        if len(memory.points["supervisor"]) % 10 == 1:
-            told = (
-                f"{seen.done.total()} jobs, {dict(seen.limits)}, {len(seen.unexpected)} unexpected"
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as processes:
+        acting = [
+            processes.submit(
+                act_in_a_process,
+                settings.clients,
+                served.address,
+                settings.seed,
+                settings.seconds,
+                END_S,
+                (number, count),
             )
-            told += f" (the first: {seen.unexpected[0]})" if seen.unexpected else ""
-            last = memory.points["supervisor"][-1][1] / MIB
-            print(f"{at:6.0f} s  supervisor {last:.1f} MiB, {told}", flush=True)
-        await asyncio.sleep(min(every, settings.seconds - at))
-    seconds = time.monotonic() - began
-    over.set()
-    _, late = await asyncio.wait(tasks, timeout=END_S)
-    for task in late:
-        task.cancel()
-        seen.unexpected.append(f"a client did not end within {END_S:g} s")
-    for task in tasks:
-        if task.done() and not task.cancelled() and (error := task.exception()):
-            seen.unexpected.append(f"a client ended with {type(error).__name__}: {error}")
+            for number in range(count)
+        ]
+        while (at := time.monotonic() - began) < settings.seconds:
+            memory.sample(at, served.process.pid)
+            if len(memory.points["supervisor"]) % 10 == 1:
+                last = memory.points["supervisor"][-1][1] / MIB
+                print(f"{at:6.0f} s  supervisor {last:.1f} MiB", flush=True)
+            time.sleep(min(every, settings.seconds - at))
+        seconds = time.monotonic() - began
+        seen = Seen()
+        for one in acting:
+            seen.add(one.result())
     return seen, seconds
 
 
@@ -247,7 +254,7 @@ def main(words: list[str] | None = None) -> int:
             with moored.Client(served.address, client_id="load") as client:
                 client.wait_until_ready(READY_S)
                 card = client.status().cards[0].name
-                seen, seconds = asyncio.run(load(settings, served, memory))
+                seen, seconds = load(settings, served, memory)
                 left = left_behind(client)
         finally:
             exit_code = served.stop()

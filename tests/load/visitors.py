@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,8 +43,17 @@ class Seen:
     """From the call to `accepted`, of steady clients."""
     added_s: list[float] = field(default_factory=list)
     """What a job took its steady client beyond what it took the service from its acceptance to its end."""
-    card_ms: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    card_ms: Counter[str] = field(default_factory=Counter)
     """Milliseconds of the card, by client; those of streams that were left are not known."""
+
+    def add(self, other: Seen) -> None:
+        """What others have seen, too."""
+        for name in ("done", "limits", "without_retry", "card_ms"):
+            getattr(self, name).update(getattr(other, name))
+        for name in ("unexpected", "accepted_s", "added_s"):
+            getattr(self, name).extend(getattr(other, name))
+        self.left += other.left
+        self.segments += other.segments
 
 
 @dataclass
@@ -237,14 +246,42 @@ GREEDY = 1
 
 
 def visitors(count: int, address: str, seed: str, over: asyncio.Event, seen: Seen) -> list[Any]:
-    """All clients, as what they do."""
+    """All clients, as what they do once they are awaited."""
+    kinds = [("greedy", GREEDY, greedy)]
+    kinds += [
+        (kind, max(1, count * of_twenty // 20), act) for kind, (of_twenty, act) in KINDS.items()
+    ]
+    kinds.append(("steady", count - sum(own for _, own, _ in kinds), steady))
 
-    def visitor(name: str) -> Visitor:
-        return Visitor(address, name, seen, over, random.Random(f"{seed} {name}"))
+    def acting(
+        name: str, act: Callable[[Visitor], Awaitable[None]]
+    ) -> Callable[[], Awaitable[None]]:
+        chance = random.Random(f"{seed} {name}")
+        return lambda: Visitor(address, name, seen, over, chance).run(act)
 
-    acting = [visitor(f"greedy {number}").run(greedy) for number in range(GREEDY)]
-    for kind, (of_twenty, act) in KINDS.items():
-        own = max(1, count * of_twenty // 20)
-        acting += [visitor(f"{kind} {number}").run(act) for number in range(own)]
-    acting += [visitor(f"steady {number}").run(steady) for number in range(count - len(acting))]
-    return acting
+    return [acting(f"{kind} {number}", act) for kind, own, act in kinds for number in range(own)]
+
+
+async def act(
+    count: int, address: str, seed: str, seconds: float, end_s: float, share: tuple[int, int]
+) -> Seen:
+    """Every n-th of all clients, from number k on (`share`: k, n), for so many seconds."""
+    seen, over = Seen(), asyncio.Event()
+    first, every = share
+    own = visitors(count, address, seed, over, seen)[first::every]
+    tasks = [asyncio.ensure_future(begin()) for begin in own]
+    await asyncio.sleep(seconds)
+    over.set()
+    _, late = await asyncio.wait(tasks, timeout=end_s)
+    for task in late:
+        task.cancel()
+        seen.unexpected.append(f"a client did not end within {end_s:g} s")
+    for task in tasks:
+        if task.done() and not task.cancelled() and (error := task.exception()):
+            seen.unexpected.append(f"a client ended with {type(error).__name__}: {error}")
+    return seen
+
+
+def act_in_a_process(*asked: Any) -> Seen:
+    """As `act`."""
+    return asyncio.run(act(*asked))

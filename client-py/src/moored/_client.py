@@ -65,6 +65,7 @@ from ._results import (
 from ._sessions import AudioSession
 from ._streams import EventStream, PullStream, Retries, StatusStream
 from ._stubs import Stubs
+from ._unfinished import Unfinished
 from ._uploads import MediaInput, SourceInput, upload_of
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Client:
         certificate: str | os.PathLike[str] | None = None,
         certificate_key: str | os.PathLike[str] | None = None,
         retry_s: float = 0.0,
+        unfinished: str | os.PathLike[str] | None = None,
     ) -> None:
         """Connects when first used.
 
@@ -120,6 +122,8 @@ class Client:
             certificate; default: MOORED_CERTIFICATE, MOORED_CERTIFICATE_KEY.
         retry_s: seconds for which a job that is refused for now (a full queue, a limit) is asked
             for again, each time after as long as the service says; default: it is not.
+        unfinished: a file of this program alone, for jobs with `detach`. Where it ended before such
+            a job did, the same request joins that job.
         """
         line = Line(
             endpoint,
@@ -135,6 +139,7 @@ class Client:
         self.client_id = client_id_of(client_id)
         self._metadata = line.metadata
         self._retry_s = retry_s
+        self._unfinished = Unfinished(unfinished) if unfinished is not None else None
         self._connection = Connection(line)
 
     # Pictures, films, tracks.
@@ -810,6 +815,8 @@ class Client:
             release_latents=release_latents,
             client_id=self.client_id,
         )
+        if self._unfinished:
+            self._unfinished.forget_job(job_id)
         return bool(self._unary(self._stubs.jobs.Cancel, request, timeout).cancelled)
 
     def server_info(self, *, timeout: float | None = QUICK_S) -> ServerInfo:
@@ -898,11 +905,21 @@ class Client:
     def _events(
         self, method: Any, request: Any, timeout: float | None, finish: Callable[[Gathered], R]
     ) -> EventStream[R]:
+        is_detached, note = bool(request.options.detach), None
+        if is_detached and self._unfinished and not request.options.idempotency_key:
+            note = self._unfinished.begin(self.endpoint, request)
+
         def call(timeout: float | None) -> Call:
             return self._connection.stream(method, request, timeout)
 
         retries = Retries(call, timeout, self._retry_s)
-        is_detached = bool(request.options.detach)
         return EventStream(
-            call(timeout), self.endpoint, finish, Bounds.of(request), retries, is_detached
+            call(timeout),
+            self.endpoint,
+            finish,
+            Bounds.of(request),
+            retries,
+            is_detached,
+            note,
+            self.cancel,
         )

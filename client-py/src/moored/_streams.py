@@ -18,16 +18,29 @@ import grpc
 from ._bounds import Bounds
 from ._calls import Call, pause
 from ._channel import Dropped, Process
-from ._errors import Cancelled, InternalError, MooredError, error_of
-from ._events import Event, event_of
+from ._errors import (
+    Cancelled,
+    ConnectionFailed,
+    Deadline,
+    InternalError,
+    MooredError,
+    ShuttingDown,
+    SlowReader,
+    error_of,
+)
+from ._events import Accepted, Done, Event, event_of
 from ._generated import hub_pb2, residency_pb2
 from ._media import Film, Frame, Picture, Samples, Track
 from ._mirror import mirror
 from ._records import LatentInfo, PulledModel, PullProgress, Status
 from ._results import Gathered
+from ._unfinished import Note
 
 T = TypeVar("T")
 R = TypeVar("R")
+JOINED_S = 10.0
+STREAM_ENDED = (ConnectionFailed, Deadline, ShuttingDown, SlowReader)
+"""Errors after which a detached job goes on."""
 Self = TypeVar("Self", bound="Stream[Any]")
 
 
@@ -126,6 +139,10 @@ class Retries:
         pause(seconds)
         return self._call(None if self._timeout is None else self._timeout - passed)
 
+    def call_now(self) -> Call:
+        """The call, for its first answer."""
+        return self._call(JOINED_S)
+
 
 class EventStream(Stream[Event], Generic[R]):
     """The events of a job. `result()` is what the plain call would have returned."""
@@ -138,10 +155,15 @@ class EventStream(Stream[Event], Generic[R]):
         bounds: Bounds,
         retries: Retries | None = None,
         is_detached: bool = False,
+        note: Note | None = None,
+        cancel: Callable[..., bool] | None = None,
     ) -> None:
         super().__init__(call, endpoint)
+        self._cancel = cancel
         self._retries = retries
         self._is_detached = is_detached
+        self._note = note
+        self._has_end = False
         self._gathered = Gathered(bounds)
         self._finish = finish
         self._result: R | None = None
@@ -150,7 +172,16 @@ class EventStream(Stream[Event], Generic[R]):
         event = event_of(message)
         if event is not None:
             self._gathered.add(event)
+            if isinstance(event, Accepted) and self._note:
+                self._note.accepted(self.job_id)
+            if isinstance(event, Done):
+                self._received_end()
         return event
+
+    def _received_end(self) -> None:
+        self._has_end = True
+        if self._note:
+            self._note.ended()
 
     def _begin_again(self, error: grpc.RpcError) -> bool:
         seconds = error_of(error, self._endpoint).retry_after_s
@@ -165,7 +196,11 @@ class EventStream(Stream[Event], Generic[R]):
         return True
 
     def _error(self, error: grpc.RpcError) -> MooredError:
-        return self._gathered.failed(super()._error(error))
+        failed = super()._error(error)
+        # The job goes on where only its stream ended, and runs again after the service did.
+        if not isinstance(failed, STREAM_ENDED):
+            self._received_end()
+        return self._gathered.failed(failed)
 
     def _cancelled(self) -> MooredError:
         return self._gathered.failed(super()._cancelled())
@@ -174,6 +209,11 @@ class EventStream(Stream[Event], Generic[R]):
     def job_id(self) -> str:
         """The job; empty before its first event."""
         return self._gathered.job_id
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the job is detached, and its end was not received: it may be joined again."""
+        return self._is_detached and not self._has_end
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
@@ -216,7 +256,27 @@ class EventStream(Stream[Event], Generic[R]):
         with self:
             for _ in self:
                 break
+        if self._note:
+            self._note.ended()
         return self.job_id
+
+    def cancel(self, *, release_latents: bool = False) -> None:
+        """Ends the stream, and the job also if it is detached.
+
+        `release_latents`: as of `client.cancel`.
+        """
+        self.close()
+        if not self.job_id and self._note and self._retries:
+            # The service may have accepted it: by its key it is joined, and says which it is.
+            call = self._retries.call_now()
+            try:
+                self._read(call.next())
+            except (grpc.RpcError, Dropped, StopIteration):
+                self._note.ended()
+            finally:
+                call.drop()
+        if self.job_id and self._cancel:
+            self._cancel(self.job_id, release_latents=release_latents)
 
     def frames(self) -> Iterator[Frame]:
         """The frames of films, each once, as soon as it is there. Reads the events.

@@ -14,9 +14,12 @@ from griptape_nodes.retained_mode.events.secrets_events import (
     GetSecretValueResultSuccess,
 )
 from griptape_nodes.retained_mode.griptape_nodes import GriptapeNodes
+from griptape_nodes.retained_mode.managers.config_manager import USER_CONFIG_PATH
 
 SETTINGS = "moored"
 TOKEN_SECRET = "MOORED_TOKEN"
+# Beside the engine's own configuration: jobs that outlive the engine.
+UNFINISHED_FILE = "moored-unfinished.json"
 
 
 def service_client() -> moored.AsyncClient:
@@ -31,7 +34,12 @@ def service_client() -> moored.AsyncClient:
     token = _token() or None
     if token:
         token = moored.bound_token(endpoint, token)
-    return moored.AsyncClient(endpoint, token=token, client_id=_setting("client_name") or None)
+    return moored.AsyncClient(
+        endpoint,
+        token=token,
+        client_id=_setting("client_name") or None,
+        unfinished=USER_CONFIG_PATH.parent / UNFINISHED_FILE,
+    )
 
 
 def _setting(name: str) -> str:

@@ -37,6 +37,7 @@ class MooredGenerateAudio(GeneratingNode):
     without_prompt = "There is no prompt: say what is to be heard"
     # The engine gives a file the ending of what is in it.
     default_file = "track.wav"
+    detaches = True
 
     def _add_inputs_of_its_own(self) -> None:
         self._add_text("lyrics", "What is sung. Empty: nothing.", multiline=True)

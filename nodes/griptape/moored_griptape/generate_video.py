@@ -36,6 +36,7 @@ class MooredGenerateVideo(PreviewingNode):
     without_prompt = "There is no prompt: say what the film is to show"
     # The engine gives a file the ending of what is in it.
     default_file = "film.mp4"
+    detaches = True
 
     def _add_inputs_of_its_own(self) -> None:
         self.add_parameter(

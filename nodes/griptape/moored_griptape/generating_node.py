@@ -33,6 +33,8 @@ class GeneratingNode(RunNode):
     without_prompt: ClassVar[str]
     """What is said where there is none."""
     default_file: ClassVar[str]
+    detaches: ClassVar[bool] = False
+    """Whether a job goes on where the engine ends before it, unless the node says otherwise."""
 
     def _add_inputs(self) -> None:
         self.add_parameter(
@@ -55,6 +57,12 @@ class GeneratingNode(RunNode):
             for field in fields:
                 if field.option not in UNFOLDED:
                     option_parameter(field)
+            ParameterBool(
+                name="detach",
+                tooltip="If the engine ends or restarts, the service finishes the job: run the same again "
+                "for its result. Cancelling the run ends it all the same.",
+                default_value=self.detaches,
+            )
         self.add_node_element(group)
         self._add_inputs_before_the_file()
         self._file = ProjectFileParameter(self, "output_file", default_filename=self.default_file)
@@ -85,6 +93,7 @@ class GeneratingNode(RunNode):
             "model": self._handle.ref,
             **self._sampling(),
             "seed": _unsigned(self._seed.get_seed(), "seed", bits=64),
+            "detach": bool(self.get_parameter_value("detach")),
             **self._constraints.job_options,
         }
 

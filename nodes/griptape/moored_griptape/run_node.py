@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, ClassVar, TypeVar
@@ -149,12 +150,18 @@ class RunNode(SuccessFailureNode):
 
     async def _follow(self, stream: moored.AsyncEventStream[R]) -> R:
         """The result of a job, whose events are shown as they come."""
-        async with stream:
-            async for event in stream:
-                self._shown.event(event)
-                if isinstance(event, moored.Preview):
-                    await self._show_preview(event)
-        return await stream.result()
+        try:
+            async with stream:
+                async for event in stream:
+                    self._shown.event(event)
+                    if isinstance(event, moored.Preview):
+                        await self._show_preview(event)
+            return await stream.result()
+        except asyncio.CancelledError:
+            # It may be detached. What is not ended here ends with its stream, or is in the list of jobs.
+            with contextlib.suppress(moored.MooredError):
+                await stream.cancel(release_latents=True)
+            raise
 
     async def _show_preview(self, preview: moored.Preview) -> None:
         """Shows what the picture looks like so far."""

@@ -541,6 +541,9 @@ def test_an_interrupt_discards_what_the_job_has_kept_heard_of_or_not(
         async def __aexit__(self, *error: object) -> None:
             notes.asked.append("left")
 
+        async def cancel(self, *, release_latents: bool) -> None:
+            await notes.cancel(self.job_id, release_latents=release_latents)
+
         async def __aiter__(self) -> Any:
             yield moored.Step(1, 2, 0)
             await asyncio.Event().wait()

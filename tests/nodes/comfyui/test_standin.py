@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from behaviour import *  # noqa: F403
-from behaviour import Serve
-from conftest import PACK
+from behaviour import DEADLINE_S, Serve, film_model, shown
+from conftest import HERE, PACK
 from prompts import RED, Graph
 from standin.executor import StandIn
+from waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,43 @@ def test_tracks_are_the_clients_own(comfyui: StandIn, serve: Serve) -> None:
             assert np.array_equal((one.T * 2**15).astype(int), track.array)
         assert (samples[0] != samples[1]).any()
         assert run.texts(made)[-1].startswith("Done in")
+
+
+def test_a_film_outlives_comfyui(serve: Serve, tmp_path: Path) -> None:
+    """ComfyUI is killed while its film is made; the prompt that is queued again gets that film."""
+    service = serve("sim:24GiB", more_models=film_model(tmp_path, 100))
+    graph = Graph(service.address, model="film")
+    shown(graph, graph.film_parts(graph.text_to_video(steps=20, detach=True)))
+    prompt = tmp_path / "prompt.json"
+    prompt.write_text(json.dumps(graph.prompt), encoding="utf-8")
+    command = [sys.executable, HERE / "alone.py", tmp_path, prompt]
+    with service.client() as client:
+        first = subprocess.Popen(command)
+        until(client, lambda status: any(job.step > 0 for job in status.jobs))
+        (job,) = client.jobs()
+        first.kill()
+        first.wait(DEADLINE_S)
+        subprocess.run(command, check=True, timeout=DEADLINE_S)
+        assert [(one.id, one.state) for one in client.jobs(include_ended=True)] == [
+            (job.id, "done")
+        ]
+        subprocess.run(command, check=True, timeout=DEADLINE_S)
+        assert len(client.jobs(include_ended=True)) == 2, "what was received is made anew"
+
+
+def test_a_film_that_is_interrupted_ends_though_it_would_outlive_comfyui(
+    comfyui: StandIn, serve: Serve, tmp_path: Path
+) -> None:
+    service = serve("sim:24GiB", more_models=film_model(tmp_path, 100))
+    graph = Graph(service.address, model="film")
+    shown(graph, graph.film_parts(graph.text_to_video(steps=100, detach=True)))
+    with service.client() as client:
+        run = comfyui.queue(graph.prompt)
+        until(client, lambda status: any(job.step > 0 for job in status.jobs))
+        comfyui.interrupt()
+        assert run.done().status == "interrupted"
+        until(client, lambda status: not status.jobs)
+        assert [job.state for job in client.jobs(include_ended=True)] == ["cancelled"]
 
 
 def test_music_is_made_of_music(comfyui: StandIn, serve: Serve) -> None:

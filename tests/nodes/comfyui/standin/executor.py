@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import folder_paths
 import numpy as np
 import torch
 from comfy import model_management
@@ -38,6 +39,8 @@ class StandIn:
 
     def __init__(self, pack: Path, folder: Path) -> None:
         self.folder = folder
+        if not folder_paths.get_user_directory():
+            folder_paths.set_user_directory(str(folder / "user"))
         self.server = PromptServer()
         self.server.send = self._send
         PromptServer.instance = self.server
