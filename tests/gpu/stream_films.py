@@ -134,7 +134,7 @@ def _beside_whole(bench: Bench, film: Film, nothing: int) -> None:
         streamed = _streamed(running)
     if streamed:
         raise RuntimeError(f"the whole card does not hold {', '.join(streamed)}")
-    settings = ("log.filter=info,timeline=debug",)
+    settings = ("log.filter=info,timeline=debug,gpu=debug",)
     card = f"{film.card // GIB} GiB" if film.card >= GIB else f"{film.card // MIB} MiB"
     key = f"stream.{film.model}.{film.format}"
     with bench.serve(bench.small_card(film.card), settings=settings) as running:

@@ -23,6 +23,10 @@ pub struct ListedJob {
     pub info: JobInfo,
     /// How long its results can still be fetched; `None`: it is not kept, or has not ended.
     pub results_for: Option<Duration>,
+    /// Time since its end; `None` as before.
+    pub ended_ago: Option<Duration>,
+    /// Whether it is detached, and can be fetched now or once its end is written.
+    pub is_kept: bool,
 }
 
 impl Jobs {
@@ -40,20 +44,25 @@ impl Jobs {
         };
         let mut kept: BTreeMap<_, _> = ended
             .iter()
-            .map(|end| (end.info.id.clone(), end.results_for))
+            .map(|end| (end.info.id.clone(), (end.results_for, end.ended_ago)))
             .collect();
-        let listed = |info: JobInfo, results_for| ListedJob { info, results_for };
+        let listed = |info: JobInfo, kept: Option<(Duration, Duration)>| ListedJob {
+            is_kept: self.kept.knows(&info.id),
+            info,
+            results_for: kept.map(|(results_for, _)| results_for),
+            ended_ago: kept.map(|(_, ended_ago)| ended_ago),
+        };
         let mut jobs: Vec<ListedJob> = Vec::new();
         let (live, recent): (Vec<JobInfo>, Vec<JobInfo>) =
             in_queue.into_iter().partition(|info| !info.state.has_ended());
         jobs.extend(live.into_iter().map(|info| listed(info, None)));
         jobs.extend(self.kept.held().into_iter().map(|info| listed(info, None)));
         for info in recent {
-            let results_for = kept.remove(&info.id);
-            jobs.push(listed(info, results_for));
+            let of_kept = kept.remove(&info.id);
+            jobs.push(listed(info, of_kept));
         }
         let older = ended.into_iter().filter(|end| kept.contains_key(&end.info.id));
-        jobs.extend(older.map(|end| listed(end.info, Some(end.results_for))));
+        jobs.extend(older.map(|end| listed(end.info, Some((end.results_for, end.ended_ago)))));
         jobs
     }
 
@@ -85,6 +94,14 @@ impl Jobs {
             }
             cancelled => cancelled,
         }
+    }
+
+    /// Forgets what a detached job of the caller has left, once it has ended. False: there is none.
+    ///
+    /// # Errors
+    /// [`Error::NotKept`]: it is still kept.
+    pub async fn forget(&self, id: &str, caller: &Caller) -> Result<bool, Error> {
+        self.kept.forget(id, &caller.reach()).await
     }
 
     /// The events of a detached job that its caller has submitted: its progress from now on, and once it has ended its results.

@@ -65,6 +65,7 @@ pub struct KeepSettings {
 pub(crate) struct KeptInfo {
     pub info: JobInfo,
     pub results_for: Duration,
+    pub ended_ago: Duration,
 }
 
 /// The jobs that outlive the service. Cheap to clone.
@@ -349,6 +350,12 @@ impl Kept {
         Ok(ByKey::Ended(id))
     }
 
+    /// Whether a job is among those that are kept.
+    pub(crate) fn knows(&self, id: &JobId) -> bool {
+        let index = self.index();
+        index.open.contains_key(id) || index.ended.contains_key(id)
+    }
+
     /// Jobs that are held, in the order of acceptance.
     pub(crate) fn held(&self) -> Vec<JobInfo> {
         let index = self.index();
@@ -370,6 +377,7 @@ impl Kept {
         let ended = ended.into_iter().map(|end| KeptInfo {
             info: end.info.clone(),
             results_for: self.0.settings.results_for.saturating_sub(end.ended.until(now)),
+            ended_ago: end.ended.until(now),
         });
         ended.collect()
     }
@@ -504,6 +512,23 @@ impl Kept {
         is_any
     }
 
+    /// Forgets what an ended job has left: its end, results and latents. False: there is none within reach.
+    ///
+    /// # Errors
+    /// [`Error::NotKept`]: it is still kept.
+    pub(crate) async fn forget(&self, job: &str, reach: &Reach) -> Result<bool, Error> {
+        let id = {
+            let index = self.index();
+            let end = index.ended.get_key_value(job);
+            end.filter(|(_, end)| reach.has(&end.info.account))
+                .map(|(id, _)| id.clone())
+        };
+        match id {
+            Some(id) => self.remove_end(&id).await.map(|()| true),
+            None => Ok(false),
+        }
+    }
+
     /// Resolves when the service is shutting down.
     async fn stopping(&self) {
         let mut stopping = self.0.stopping.clone();
@@ -546,19 +571,23 @@ impl Kept {
             }
         }
         for id in self.expired(Time::now()) {
-            let (key, folder) = (id.clone(), self.folder(&id));
-            let removed = self.on_disk(move |kept| {
-                kept.journal.write(Changes::default().remove(ENDED, &key))?;
-                results::remove(&folder).map_err(storage)
-            });
-            match removed.await {
-                Ok(()) => drop(self.index().ended.remove(&id)),
-                Err(error) => {
-                    tracing::warn!(job = %id, %error, "results that have expired could not be removed");
-                    return;
-                }
+            if let Err(error) = self.remove_end(&id).await {
+                tracing::warn!(job = %id, %error, "results that have expired could not be removed");
+                return;
             }
         }
+    }
+
+    /// Removes the end of a job, with its results.
+    async fn remove_end(&self, id: &JobId) -> Result<(), Error> {
+        let (key, folder) = (id.clone(), self.folder(id));
+        let removed = self.on_disk(move |kept| {
+            kept.journal.write(Changes::default().remove(ENDED, &key))?;
+            results::remove(&folder).map_err(storage)
+        });
+        removed.await?;
+        self.index().ended.remove(id);
+        Ok(())
     }
 
     fn expired(&self, now: Time) -> Vec<JobId> {

@@ -40,6 +40,7 @@ mod runs;
 mod sessions;
 mod shared_files;
 mod threads;
+mod told;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -87,6 +88,7 @@ pub use sessions::{
     AskedSession, FromClient, OpenedSession, SESSION_MESSAGE_BYTES, SegmentFailure, SessionEnd, SessionEvent,
     SessionEvents, SessionRequest,
 };
+pub use told::{Kind, Told, told};
 
 /// The parts of a service that its calls use.
 pub struct Parts {

@@ -1,6 +1,5 @@
 //! Converts requests of the protocol to calls of the service. Numbers of enums that are not known were refused before ([`asked`]).
 
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use api::{Enums, UnknownNumber, v1};
@@ -9,6 +8,7 @@ use calls::{
     AskedReservation, AskedTask, AskedTrack, Caller, Encoding, LatentDescription, MediaDescription, ModelRef,
     OfMedium, PictureInput, Planned, invalid,
 };
+use door::caller_within;
 use engine::Error;
 use engine::job::{Call, Priority};
 use futures::{Stream, StreamExt as _};
@@ -16,7 +16,6 @@ use model::{MediaFormat, RequestError, Sampling, StrengthPoint};
 use residency::Bytes;
 use tonic::{Request, Status, Streaming};
 
-use crate::methods::Admitted;
 use crate::status::status_of;
 
 /// The message of a request.
@@ -67,13 +66,7 @@ pub(crate) fn caller_of<T>(request: &Request<T>) -> Caller {
         .get("grpc-timeout")
         .and_then(|value| value.to_str().ok())
         .and_then(timeout_of);
-    let address: Option<SocketAddr> = request.remote_addr();
-    let admitted = request.extensions().get::<Admitted>();
-    Caller::new(
-        address,
-        timeout,
-        admitted.and_then(|admitted| admitted.holder.clone()),
-    )
+    caller_within(request.extensions(), timeout)
 }
 
 /// `grpc-timeout`: at most eight digits and a unit.

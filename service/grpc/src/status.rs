@@ -3,28 +3,20 @@
 use std::time::Duration;
 
 use api::v1::Reason;
-use calls::{LONGEST_MESSAGE_CHARACTERS, LONGEST_TEXT_CHARACTERS, MOST_LISTED, invalid, paths, words_of};
+use calls::{Kind, MOST_LISTED, invalid, paths, told, words_of};
+use door::Refusal;
+use door::status::{self, any, retry, shown, with_details};
 use engine::library::NotOpened;
 use engine::{CancelledBy, Error, Shortfall};
 use hub::{PullError, PullFailure};
-use prost::Message as _;
 use prost_types::Any;
 use tonic::body::Body;
 use tonic::codegen::http;
 use tonic::{Code, Status};
-use tonic_types::pb;
-use wording::{cut, one_line};
 
 use crate::convert::shortfall_out;
-use crate::refusal::Refusal;
 
-/// Domain of our `ErrorInfo`.
-const DOMAIN: &str = "moored";
-
-/// Retry delays that are sent to clients.
-const RETRY_FULL_QUEUE: Duration = Duration::from_secs(2);
-const RETRY_MEMORY: Duration = Duration::from_secs(5);
-const RETRY_CARD: Duration = Duration::from_secs(1);
+/// Retry delay of pulls.
 const RETRY_DISK: Duration = Duration::from_secs(10);
 
 /// The gRPC status of an error.
@@ -57,38 +49,12 @@ pub(crate) fn status_of(error: &Error) -> Status {
             let field = paths::relative(&format!("model.adapters[{name}]"));
             details.push(bad_request(&[model::RequestError::new(field, problem)]));
         }
-        Error::NeverFits(shortfall) => details.push(memory(shortfall)),
-        Error::MemoryTaken(shortfall) | Error::OutOfMemory(shortfall) => {
+        Error::NeverFits(shortfall) | Error::MemoryTaken(shortfall) | Error::OutOfMemory(shortfall) => {
             details.push(memory(shortfall));
-            details.push(retry(RETRY_MEMORY));
         }
-        Error::QueueFull { .. }
-        | Error::TooManyJobs(_)
-        | Error::InputsFull { .. }
-        | Error::ClientLimit(_)
-        | Error::SlowReader { .. }
-        | Error::ShuttingDown => details.push(retry(RETRY_FULL_QUEUE)),
-        Error::TokenLimit { retry_after, .. } => details.extend(retry_after.map(retry)),
-        Error::CardNotReady(_) => details.push(retry(RETRY_CARD)),
-        Error::NotOpened(_) | Error::NotKept(_) => details.push(retry(RETRY_DISK)),
-        Error::ModelNotFound { .. }
-        | Error::ModelDamaged(_)
-        | Error::ModelChanged(_)
-        | Error::ModelUnsupported(_)
-        | Error::Deadline { .. }
-        | Error::Cancelled(_)
-        | Error::WorkerDied { .. }
-        | Error::WorkerSilent { .. }
-        | Error::LostTooOften { .. }
-        | Error::NotFinite { .. }
-        | Error::LatentNotFound(_)
-        | Error::LatentWithoutDecoder
-        | Error::LatentMismatch(_)
-        | Error::JobNotFound(_)
-        | Error::KeyReused(_)
-        | Error::TooLargeToJoin(_)
-        | Error::Internal(_) => {}
+        _ => {}
     }
+    details.extend(told(error).retry_after.map(retry));
     with_details(code, &words_of(error), details)
 }
 
@@ -123,32 +89,7 @@ fn status_of_hub(error: &PullError, words: &str) -> Status {
     with_details(code, words, details)
 }
 
-impl From<Refusal> for Status {
-    fn from(refusal: Refusal) -> Status {
-        match refusal {
-            Refusal::Unauthenticated(problem) => {
-                let details = vec![error_info(Reason::Unauthenticated)];
-                with_details(Code::Unauthenticated, &problem, details)
-            }
-            Refusal::RoleRequired(problem) => {
-                let details = vec![error_info(Reason::RoleRequired)];
-                with_details(Code::PermissionDenied, &problem, details)
-            }
-            Refusal::ClientLimit(problem) => {
-                let details = vec![error_info(Reason::ClientLimit), retry(RETRY_FULL_QUEUE)];
-                with_details(Code::ResourceExhausted, &problem, details)
-            }
-            // Without a time after which to try again: the same request is as large then.
-            Refusal::TooLarge(problem) => {
-                let details = vec![error_info(Reason::ClientLimit)];
-                with_details(Code::ResourceExhausted, &problem, details)
-            }
-            long @ Refusal::TooLongMessage { .. } => status_of(&invalid("message", long.to_string())),
-        }
-    }
-}
-
-/// The response to a call that a layer refuses.
+/// The response to a call that the door refuses.
 pub(crate) fn answer_of(refusal: Refusal) -> http::Response<Body> {
     Status::from(refusal).into_http()
 }
@@ -170,63 +111,24 @@ pub(crate) fn reason_of(error: &Error) -> Reason {
 }
 
 fn code_of(error: &Error) -> (Code, Reason) {
-    match error {
-        Error::Invalid(_) | Error::Adapter { .. } | Error::LatentWithoutDecoder => {
-            (Code::InvalidArgument, Reason::InvalidRequest)
-        }
-        Error::ClientLimit(_) | Error::TooManyJobs(_) => (Code::ResourceExhausted, Reason::ClientLimit),
-        Error::TokenLimit { .. } => (Code::ResourceExhausted, Reason::TokenLimit),
-        Error::ModelNotFound { .. } => (Code::NotFound, Reason::ModelNotFound),
-        Error::ModelDamaged(_) => (Code::FailedPrecondition, Reason::ModelDamaged),
-        Error::ModelChanged(_) => (Code::Aborted, Reason::ModelChanged),
-        Error::ModelUnsupported(_) => (Code::FailedPrecondition, Reason::ModelUnsupported),
-        Error::NeverFits(_) => (Code::FailedPrecondition, Reason::NeverFits),
-        Error::MemoryTaken(_) => (Code::ResourceExhausted, Reason::MemoryTaken),
-        Error::OutOfMemory(_) => (Code::ResourceExhausted, Reason::OutOfMemory),
-        Error::QueueFull { .. } | Error::InputsFull { .. } => (Code::ResourceExhausted, Reason::QueueFull),
-        Error::SlowReader { .. } => (Code::ResourceExhausted, Reason::SlowReader),
-        Error::Deadline { .. } => (Code::DeadlineExceeded, Reason::Deadline),
-        Error::Cancelled(_) => (Code::Cancelled, Reason::Cancelled),
-        Error::WorkerDied { .. } | Error::WorkerSilent { .. } | Error::LostTooOften { .. } => {
-            (Code::Aborted, Reason::WorkerDied)
-        }
-        Error::NotKept(_) => (Code::Unavailable, Reason::NotKept),
-        Error::CardNotReady(_) => (Code::Unavailable, Reason::CardNotReady),
-        Error::NotOpened(_) => (Code::Unavailable, Reason::DiskNotReady),
-        Error::NotFinite { .. } => (Code::Internal, Reason::NotFinite),
-        Error::LatentNotFound(_) => (Code::NotFound, Reason::LatentNotFound),
-        Error::LatentMismatch(_) => (Code::FailedPrecondition, Reason::LatentMismatch),
-        Error::JobNotFound(_) => (Code::NotFound, Reason::JobNotFound),
-        Error::KeyReused(_) | Error::TooLargeToJoin(_) => (Code::AlreadyExists, Reason::KeyReused),
-        Error::ShuttingDown => (Code::Unavailable, Reason::ShuttingDown),
-        Error::Internal(_) => (Code::Internal, Reason::Internal),
-    }
-}
-
-/// Foreign text in an error: escaped, and cut.
-fn shown(text: &str) -> String {
-    cut(&one_line(text), LONGEST_TEXT_CHARACTERS).into_owned()
-}
-
-fn with_details(code: Code, message: &str, details: Vec<Any>) -> Status {
-    let message = cut(&one_line(message), LONGEST_MESSAGE_CHARACTERS).into_owned();
-    let status = pb::Status {
-        code: code as i32,
-        message: message.clone(),
-        details,
+    let told = told(error);
+    let code = match told.kind {
+        Kind::Invalid => Code::InvalidArgument,
+        Kind::NotFound => Code::NotFound,
+        Kind::Exists => Code::AlreadyExists,
+        Kind::Precondition => Code::FailedPrecondition,
+        Kind::Exhausted => Code::ResourceExhausted,
+        Kind::Aborted => Code::Aborted,
+        Kind::Unavailable => Code::Unavailable,
+        Kind::Deadline => Code::DeadlineExceeded,
+        Kind::Cancelled => Code::Cancelled,
+        Kind::Internal => Code::Internal,
     };
-    Status::with_details(code, message, status.encode_to_vec().into())
-}
-
-fn any(name: &str, message: &impl prost::Message) -> Any {
-    Any {
-        type_url: format!("type.googleapis.com/{name}"),
-        value: message.encode_to_vec(),
-    }
-}
-
-fn error_info(reason: Reason) -> Any {
-    info_with(reason, [])
+    // A test holds all of them to errors.proto.
+    (
+        code,
+        Reason::from_str_name(told.reason).unwrap_or(Reason::Internal),
+    )
 }
 
 /// How a disk is not ready, in the words of errors.proto.
@@ -237,16 +139,12 @@ fn disk_info(how: &str) -> Any {
     info_with(Reason::DiskNotReady, [("how", how.to_owned())])
 }
 
+fn error_info(reason: Reason) -> Any {
+    info_with(reason, [])
+}
+
 fn info_with<const N: usize>(reason: Reason, metadata: [(&str, String); N]) -> Any {
-    let metadata = metadata
-        .into_iter()
-        .map(|(name, value)| (name.to_owned(), shown(&value)));
-    let info = pb::ErrorInfo {
-        reason: reason.as_str_name().to_owned(),
-        domain: DOMAIN.to_owned(),
-        metadata: metadata.collect(),
-    };
-    any("google.rpc.ErrorInfo", &info)
+    status::error_info(reason.as_str_name(), metadata)
 }
 
 /// The wrong fields that are named to a client, each with its problem. Both may repeat text of the client.
@@ -256,19 +154,7 @@ pub(crate) fn listed(fields: &[model::RequestError]) -> impl Iterator<Item = (St
 }
 
 fn bad_request(fields: &[model::RequestError]) -> Any {
-    let field_violations = listed(fields)
-        .map(|(field, description)| pb::bad_request::FieldViolation {
-            field,
-            description,
-            ..Default::default()
-        })
-        .collect();
-    any("google.rpc.BadRequest", &pb::BadRequest { field_violations })
-}
-
-fn retry(after: Duration) -> Any {
-    let retry_delay = prost_types::Duration::try_from(after).ok();
-    any("google.rpc.RetryInfo", &pb::RetryInfo { retry_delay })
+    status::bad_request(listed(fields))
 }
 
 fn memory(shortfall: &Shortfall) -> Any {

@@ -11,10 +11,11 @@ use calls::{
     Bounds, Host, KeepSettings, ModelRef, Models, Parts, Service, WorkerPids, first_card_of, millis,
 };
 use config::{CardSettings, Config, ConfineWorkers, FileRead, ServiceSettings};
+use door::{DoorSettings, Gate, Protocols, Served, TransportError};
 use engine::library::Library;
 use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
-use grpc::{Gate, GrpcSettings, TransportError};
+use grpc::GrpcSettings;
 use hub::{Hub, Pulls};
 use journal::{Journal, JournalError};
 use model::Families;
@@ -187,12 +188,23 @@ pub(crate) async fn run(
         .map_err(|panic| engine::Error::Internal(panic.to_string()))??;
     let at_the_end = service.clone();
     tokio::spawn(end_withdrawn(tokens.clone(), service.clone()));
-    let settings = GrpcSettings {
+    let of_grpc = GrpcSettings {
+        max_message: config.service.max_message,
+        families: families.names().into_iter().map(str::to_owned).collect(),
+    };
+    let settings = DoorSettings {
         limits: config.limits.clone(),
         gate: Gate::new(tokens),
         tls,
-        max_message: config.service.max_message,
-        families: families.names().into_iter().map(str::to_owned).collect(),
+        uploads: service.uploads.clone(),
+    };
+    let served = Served {
+        protocols: Protocols {
+            grpc: &grpc::PROTOCOL,
+            http: &web::PROTOCOL,
+        },
+        http: web::routes(service.clone(), config.service.max_message),
+        grpc: grpc::routes(service, of_grpc).await,
     };
     tokio::spawn(preload::run(
         config.models.clone(),
@@ -212,7 +224,7 @@ pub(crate) async fn run(
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
-    let serving = tokio::spawn(grpc::serve(service, settings, listener, stopped_seen));
+    let serving = tokio::spawn(door::serve(served, settings, listener, stopped_seen));
     let ended = tokio::select! {
         () = shutdown => Ok(()),
         () = end_of(reports) => Err(ServeError::QueueEnded),

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-const CRATES: [&str; 18] = [
+const CRATES: [&str; 20] = [
     "access",
     "journal",
     "residency",
@@ -21,7 +21,9 @@ const CRATES: [&str; 18] = [
     "api",
     "config",
     "calls",
+    "door",
     "grpc",
+    "web",
     "cli",
     "moored",
 ];
@@ -53,10 +55,13 @@ fn allowed(name: &str) -> &'static [&'static str] {
             "residency",
             "wording",
         ],
+        "door" => &["access", "calls", "config", "residency", "wording"],
+        "web" => &["access", "calls", "door", "engine", "media", "model", "residency"],
         "grpc" => &[
             "access",
             "api",
             "calls",
+            "door",
             "engine",
             "hub",
             "config",

@@ -51,8 +51,12 @@ const CUBLAS_WORKSPACE: Bytes = Bytes::mib(32);
 const CONTEXT_GROWTH: Bytes = Bytes::mib(256);
 
 /// What a load's workspace leaves free: the pools of the component and of the workspace grow in steps of 32 MiB, and the context by
-/// the code of kernels that quantize.
-const LOAD_MARGIN: Bytes = Bytes::mib(128);
+/// the code of kernels that quantize and of the stage that follows.
+const LOAD_MARGIN: Bytes = Bytes::mib(256);
+
+/// Bytes of a service's limit that nothing is planned into: pools grow in steps of 32 MiB, of which a plan knows nothing. On a whole card
+/// the driver refuses what is too much; a limit has only this.
+const ROUNDING: Bytes = Bytes::mib(96);
 
 /// Precision of the search for the largest allocation.
 const PROBE_STEP: Bytes = Bytes::mib(16);
@@ -290,6 +294,11 @@ impl CudaCard {
         })
     }
 
+    /// What is counted among the workspaces for steps in which pools grow.
+    fn rounding(&self) -> Bytes {
+        self.limit.map_or(Bytes::ZERO, |_| ROUNDING)
+    }
+
     /// Free and total bytes according to the driver.
     fn driver_memory(&self) -> Result<(Bytes, Bytes), GpuError> {
         let (free, total) = self.context.mem_get_info().map_err(lost)?;
@@ -504,7 +513,7 @@ impl Gpu for CudaCard {
             scratch: pools.scratch,
             slack: pools.scratch_reserved - pools.scratch,
             // The driver's granularity: bytes that a component's pool reserves beyond its tensors are unusable by others.
-            workspaces: pools.workspaces + (pools.components_reserved - pools.components),
+            workspaces: pools.workspaces + (pools.components_reserved - pools.components) + self.rounding(),
             context,
             holders: self.nvml.holders(besides - context),
             layout: None,
@@ -720,7 +729,7 @@ impl CudaCard {
         let pools = self.pools()?;
         let (mut free, total) = self.driver_memory()?;
         if let Some(limit) = self.limit {
-            free = free.min(total.min(limit) - pools.reserved() - self.context_bytes());
+            free = free.min(total.min(limit) - pools.reserved() - self.context_bytes() - ROUNDING);
         }
         let most = pools.scratch_reserved + free;
         Ok(Limit {

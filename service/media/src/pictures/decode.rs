@@ -139,6 +139,30 @@ fn white_paint(picture: &DynamicImage) -> Option<Vec<u8>> {
     (is_white && is_painted).then(|| pixels.pixels().map(|pixel| pixel[1]).collect())
 }
 
+/// A mask whose transparent pixels are to be changed (OpenAI's) as one whose white pixels are: a grey PNG. A mask without transparency is
+/// taken to be white there already, and is returned as it is.
+///
+/// # Errors
+/// In words, where the file is no picture.
+pub fn mask_of_transparency(data: &[u8]) -> Result<Vec<u8>, String> {
+    let words = |problem: &dyn std::fmt::Display| problem.to_string();
+    let picture = upright(data, &CancelToken::default()).map_err(|problem| words(&problem))?;
+    if !picture.color().has_alpha() {
+        return Ok(data.to_vec());
+    }
+    let (width, height) = (picture.width(), picture.height());
+    let changed = picture
+        .to_luma_alpha8()
+        .pixels()
+        .map(|pixel| u8::MAX - pixel[1])
+        .collect();
+    let mask = image::GrayImage::from_raw(width, height, changed).ok_or("the mask has no pixels")?;
+    let mut out = std::io::Cursor::new(Vec::new());
+    mask.write_to(&mut out, image::ImageFormat::Png)
+        .map_err(|problem| words(&problem))?;
+    Ok(out.into_inner())
+}
+
 /// Width and height of a picture that a client sent, upright, by its header: its pixels are not decoded.
 pub fn size_of(data: &[u8]) -> Result<(u32, u32), PictureError> {
     use Orientation::{Rotate90, Rotate90FlipH, Rotate270, Rotate270FlipH};

@@ -17,23 +17,24 @@ use super::accept::ConnectionInfo;
 use super::entrance::PublicCall;
 use super::uploads::Upload;
 use super::{Limits, PUBLIC_CALL};
-use crate::methods::{Admitted, Method, Needs, method_at};
-use crate::refusal::{Answer, Refusal};
+use crate::methods::{Admitted, Method, Needs};
+use crate::protocol::Protocols;
+use crate::refusal::Refusal;
 
 /// A service whose calls are counted.
 #[derive(Clone)]
 pub(crate) struct Limited<S> {
     inner: S,
     limits: Arc<Limits>,
-    answer: Answer,
+    protocols: Protocols,
 }
 
 impl<S> Limited<S> {
-    pub(crate) fn new(inner: S, limits: Arc<Limits>, answer: Answer) -> Limited<S> {
+    pub(crate) fn new(inner: S, limits: Arc<Limits>, protocols: Protocols) -> Limited<S> {
         Limited {
             inner,
             limits,
-            answer,
+            protocols,
         }
     }
 }
@@ -164,17 +165,19 @@ where
         if let Some(connection) = &connection {
             request.extensions_mut().insert(connection.tcp.clone()); // where tonic looks for the address
         }
+        let protocol = self.protocols.of(&request);
         let path = request.uri().path().trim_start_matches('/').to_owned();
         let limits = self.limits.clone();
         // The access layer sets this. Without that layer no caller counts as known.
-        let admitted = request.extensions().get().cloned().unwrap_or_else(|| Admitted {
-            method: method_at(&path),
+        let admitted = request.extensions().get().cloned();
+        let admitted = admitted.unwrap_or_else(|| Admitted {
+            method: protocol.method(&request),
             is_known: false,
             holder: None,
         });
         let call = match limits.admit(connection.as_ref(), &admitted) {
             Ok(call) => call,
-            Err(refusal) => return Box::pin(std::future::ready(Ok((self.answer)(refusal)))),
+            Err(refusal) => return Box::pin(std::future::ready(Ok((protocol.answer)(refusal)))),
         };
         let (requests, is_public) = (admitted.method.requests, !admitted.is_known);
         let longest = requests.longest_bytes(is_public);
@@ -215,7 +218,7 @@ where
                 true => &limits.public_readers,
                 false => &limits.readers,
             };
-            Ok(response.map(|body| Body::new(readers.follow(body, call, of_answer))))
+            Ok(response.map(|body| Body::new(readers.follow(body, call, of_answer, protocol))))
         };
         Box::pin(answered.instrument(span))
     }

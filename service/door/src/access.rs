@@ -17,8 +17,9 @@ use tonic::codegen::http::header::AUTHORIZATION;
 use tonic::codegen::http::{HeaderMap, Request, Response};
 
 use crate::limits::{client_of, lock};
-use crate::methods::{Admitted, Method, Needs, method_at};
-use crate::refusal::{Answer, Refusal};
+use crate::methods::{Admitted, Method, Needs};
+use crate::protocol::{Protocol, Protocols};
+use crate::refusal::Refusal;
 use crate::withdrawn::{self, Guarded, Withdrawn};
 
 /// The tokens of which calls must carry one, as they are now.
@@ -109,7 +110,7 @@ impl Gate {
 }
 
 /// Refuses a call, or what a field of it asks for, to a holder with a smaller role.
-pub(crate) fn check_role(what: &str, needed: Role, holder: &Holder) -> Result<(), Refusal> {
+pub fn check_role(what: &str, needed: Role, holder: &Holder) -> Result<(), Refusal> {
     if holder.role >= needed {
         return Ok(());
     }
@@ -135,12 +136,16 @@ fn check_method(method: &Method, holder: &Holder) -> Result<(), Refusal> {
 pub(crate) struct Access<S> {
     inner: S,
     gate: Gate,
-    answer: Answer,
+    protocols: Protocols,
 }
 
 impl<S> Access<S> {
-    pub(crate) fn new(inner: S, gate: Gate, answer: Answer) -> Access<S> {
-        Access { inner, gate, answer }
+    pub(crate) fn new(inner: S, gate: Gate, protocols: Protocols) -> Access<S> {
+        Access {
+            inner,
+            gate,
+            protocols,
+        }
     }
 }
 
@@ -158,7 +163,8 @@ where
     }
 
     fn call(&mut self, mut request: Request<Body>) -> Self::Future {
-        let method = method_at(request.uri().path().trim_start_matches('/'));
+        let protocol = self.protocols.of(&request);
+        let method = protocol.method(&request);
         let checked = self.gate.check(request.headers());
         let refused = match &checked {
             Err(why) if method.needs != Needs::Nothing => Some(Refusal::Unauthenticated((*why).to_owned())),
@@ -167,7 +173,7 @@ where
         };
         if let Some(refusal) = refused {
             self.gate.log_refusal(client_of(&request), &refusal.to_string());
-            return Either::Left(ready(Ok((self.answer)(refusal))));
+            return Either::Left(ready(Ok((protocol.answer)(refusal))));
         }
         let (is_known, shown) = (checked.is_ok(), checked.ok().flatten());
         request.extensions_mut().insert(Admitted {
@@ -179,7 +185,7 @@ where
         Either::Right(match shown {
             None => Either::Left(answered),
             Some(shown) => {
-                Either::Right(guarded(answered, self.gate.withdrawn(shown.hash), self.answer).boxed())
+                Either::Right(guarded(answered, self.gate.withdrawn(shown.hash), protocol).boxed())
             }
         })
     }
@@ -192,14 +198,14 @@ type Answered<F> = Either<F, BoxFuture<'static, Result<Response<Body>, Infallibl
 async fn guarded(
     answered: impl Future<Output = Result<Response<Body>, Infallible>>,
     mut withdrawn: Withdrawn,
-    answer: Answer,
+    protocol: &'static Protocol,
 ) -> Result<Response<Body>, Infallible> {
     tokio::select! {
         biased;
         response = answered => {
-            Ok(response?.map(|body| Body::new(Guarded::new(body, withdrawn, answer))))
+            Ok(response?.map(|body| Body::new(Guarded::new(body, withdrawn, protocol))))
         }
-        () = &mut withdrawn => Ok(answer(withdrawn::refusal())),
+        () = &mut withdrawn => Ok((protocol.answer)(withdrawn::refusal())),
     }
 }
 
@@ -216,7 +222,6 @@ mod tests {
     use access::{Allowance, TokenStore};
 
     use super::*;
-    use crate::methods::methods;
 
     fn gate(token: Option<&str>) -> Gate {
         let folder = tempfile::tempdir().unwrap();
@@ -286,27 +291,15 @@ mod tests {
             role,
             allowance: Allowance::default(),
         };
-        let may_call = |role| {
-            let calls = methods().filter(|method| check_method(method, &holder(role)).is_ok());
-            calls.map(|method| method.path).collect::<Vec<_>>()
-        };
-        let (observes, generates) = (may_call(Role::Observe), may_call(Role::Generate));
-        assert_eq!(may_call(Role::Administer).len(), methods().count());
-        for (calls, path, may) in [
-            (&observes, "moored.v1.Residency/GetStatus", true),
-            (&observes, "moored.v1.Generation/GenerateImage", false),
-            (&observes, "moored.v1.Jobs/Cancel", false),
-            (&generates, "moored.v1.Residency/GetStatus", true),
-            (&generates, "moored.v1.Generation/GenerateImage", true),
-            (&generates, "moored.v1.Residency/Unload", false),
-            (&generates, "moored.v1.Hub/PullModel", false),
-        ] {
-            assert_eq!(calls.contains(&path), may, "{path}");
+        let roles = [Role::Observe, Role::Generate, Role::Administer];
+        for needed in roles {
+            let method = Method::new("moored.v1.Residency/Unload", Needs::Role(needed));
+            for role in roles {
+                assert_eq!(check_method(&method, &holder(role)).is_ok(), role >= needed);
+            }
         }
-        let told = check_method(
-            crate::methods::method_at("moored.v1.Residency/Unload"),
-            &holder(Role::Generate),
-        );
+        let method = Method::new("moored.v1.Residency/Unload", Needs::Role(Role::Administer));
+        let told = check_method(&method, &holder(Role::Generate));
         let Err(Refusal::RoleRequired(told)) = told else {
             panic!("{told:?}");
         };

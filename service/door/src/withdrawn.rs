@@ -10,7 +10,8 @@ use tonic::Status;
 use tonic::body::Body;
 use tonic::codegen::http::header::CONTENT_TYPE;
 
-use crate::refusal::{Answer, Refusal};
+use crate::protocol::Protocol;
+use crate::refusal::Refusal;
 
 /// Resolves when the token of a call no longer counts.
 pub(crate) type Withdrawn = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -27,16 +28,16 @@ pub(crate) struct Guarded {
     /// `None` once it has ended.
     body: Option<Body>,
     withdrawn: Withdrawn,
-    answer: Answer,
+    protocol: &'static Protocol,
 }
 
 impl Guarded {
     /// This body, which ends with a refusal once the token is withdrawn.
-    pub(crate) fn new(body: Body, withdrawn: Withdrawn, answer: Answer) -> Guarded {
+    pub(crate) fn new(body: Body, withdrawn: Withdrawn, protocol: &'static Protocol) -> Guarded {
         Guarded {
             body: Some(body),
             withdrawn,
-            answer,
+            protocol,
         }
     }
 }
@@ -51,7 +52,10 @@ impl http_body::Body for Guarded {
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         if self.body.is_some() && self.withdrawn.as_mut().poll(context).is_ready() {
             self.body = None; // it ends a job's listener
-            let mut refused = (self.answer)(refusal()).into_parts().0.headers;
+            if !self.protocol.has_trailers {
+                return Poll::Ready(Some(Err(refusal().into())));
+            }
+            let mut refused = (self.protocol.answer)(refusal()).into_parts().0.headers;
             refused.remove(CONTENT_TYPE);
             return Poll::Ready(Some(Ok(Frame::trailers(refused))));
         }
@@ -79,7 +83,7 @@ mod tests {
     use http_body::Body as _;
 
     use super::*;
-    use crate::status::answer_of;
+    use crate::protocol::tests::GRPC;
 
     /// A body that never ends, and tells when it is dropped.
     struct Endless(Option<tokio::sync::oneshot::Sender<()>>);
@@ -108,7 +112,7 @@ mod tests {
         let (dropped, is_dropped) = tokio::sync::oneshot::channel();
         let withdrawn = Box::pin(async { drop(withdrawn.await) });
         let body = Body::new(Endless(Some(dropped)));
-        let mut guarded = Box::pin(Guarded::new(body, withdrawn, answer_of));
+        let mut guarded = Box::pin(Guarded::new(body, withdrawn, &GRPC));
         let mut next = async || poll_fn(|context| guarded.as_mut().poll_frame(context)).await;
         {
             let mut first = Box::pin(next());

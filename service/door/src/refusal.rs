@@ -2,7 +2,7 @@
 
 /// Why a call is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Refusal {
+pub enum Refusal {
     /// The token is missing or wrong.
     #[error("{0}")]
     Unauthenticated(String),
@@ -20,5 +20,17 @@ pub(crate) enum Refusal {
     TooLongMessage { bytes: u64, most: u64 },
 }
 
+impl Refusal {
+    /// Its stable reason, as errors.proto spells it.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Refusal::Unauthenticated(_) => "UNAUTHENTICATED",
+            Refusal::RoleRequired(_) => "ROLE_REQUIRED",
+            Refusal::ClientLimit(_) | Refusal::TooLarge(_) => "CLIENT_LIMIT",
+            Refusal::TooLongMessage { .. } => "INVALID_REQUEST",
+        }
+    }
+}
+
 /// Makes the response to a refused call.
-pub(crate) type Answer = fn(Refusal) -> tonic::codegen::http::Response<tonic::body::Body>;
+pub type Answer = fn(Refusal) -> tonic::codegen::http::Response<tonic::body::Body>;

@@ -13,6 +13,7 @@ use tonic::body::Body;
 
 use super::calls_layer::OpenCall;
 use super::lock;
+use crate::protocol::Protocol;
 use crate::refusal::Refusal;
 
 /// The answers that are being sent.
@@ -39,7 +40,13 @@ impl Readers {
     }
 
     /// Watches an answer, whose call counts until it is sent.
-    pub(super) fn follow(&self, body: Body, call: OpenCall, span: tracing::Span) -> Sent {
+    pub(super) fn follow(
+        &self,
+        body: Body,
+        call: OpenCall,
+        span: tracing::Span,
+        protocol: &'static Protocol,
+    ) -> Sent {
         let answer = Arc::new(Mutex::new(Answer {
             body: Some(body),
             ready_since: Some(Instant::now()),
@@ -53,6 +60,7 @@ impl Readers {
         Sent {
             answer,
             span,
+            protocol,
             _call: call,
         }
     }
@@ -91,6 +99,7 @@ impl Readers {
 pub(super) struct Sent {
     answer: Arc<Mutex<Answer>>,
     span: tracing::Span,
+    protocol: &'static Protocol,
     _call: OpenCall,
 }
 
@@ -110,7 +119,11 @@ impl http_body::Body for Sent {
                 let problem = format!(
                     "nothing of this answer was read for {unread}, so it was dropped: read it as it arrives, or raise limits.unread"
                 );
-                let (parts, ()) = Status::from(Refusal::ClientLimit(problem)).into_http::<()>().into_parts();
+                let status = Status::from(Refusal::ClientLimit(problem));
+                if !self.protocol.has_trailers {
+                    return Err(status);
+                }
+                let (parts, ()) = status.into_http::<()>().into_parts();
                 Ok(Frame::trailers(parts.headers))
             });
             return Poll::Ready(told);
@@ -136,6 +149,7 @@ mod tests {
 
     use super::*;
     use crate::limits::uploads::tests::UnfinishedBody;
+    use crate::protocol::tests::GRPC;
     use calls::Budget;
 
     const UNREAD: Duration = Duration::from_secs(600);
@@ -149,8 +163,13 @@ mod tests {
     async fn an_unread_answer_ends_with_an_error_for_its_late_reader() {
         let (readers, budget) = (Readers::new(UNREAD), Budget::new(9, 9));
         let call = || OpenCall::counted(budget.take(None, 1).unwrap());
-        let mut unread = readers.follow(UnfinishedBody::body(&[5, 5]), call(), tracing::Span::none());
-        let mut waiting = readers.follow(UnfinishedBody::body(&[5]), call(), tracing::Span::none());
+        let mut unread = readers.follow(
+            UnfinishedBody::body(&[5, 5]),
+            call(),
+            tracing::Span::none(),
+            &GRPC,
+        );
+        let mut waiting = readers.follow(UnfinishedBody::body(&[5]), call(), tracing::Span::none(), &GRPC);
         for sent in [&mut unread, &mut waiting] {
             assert!(next(sent).await.is_some_and(|frame| frame.is_data()));
         }

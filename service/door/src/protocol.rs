@@ -1,0 +1,70 @@
+//! What a protocol brings to the door.
+
+use tonic::codegen::http::Request;
+use tonic::codegen::http::header::CONTENT_TYPE;
+
+use crate::methods::{Method, UNKNOWN};
+use crate::refusal::Answer;
+
+/// Beginning of the content type of gRPC's requests.
+const GRPC: &[u8] = b"application/grpc";
+
+/// A protocol: its methods, and how it refuses calls.
+#[derive(Debug)]
+pub struct Protocol {
+    pub methods: &'static [Method],
+    pub answer: Answer,
+    /// Whether an answer that has begun may end with headers that say why. Else its connection breaks.
+    pub has_trailers: bool,
+}
+
+/// The protocols of a service.
+#[derive(Clone, Copy, Debug)]
+pub struct Protocols {
+    pub grpc: &'static Protocol,
+    /// Of every request that is none of gRPC's.
+    pub http: &'static Protocol,
+}
+
+impl Protocols {
+    /// The protocol of a request.
+    pub(crate) fn of<B>(self, request: &Request<B>) -> &'static Protocol {
+        match self.is_grpc(request) {
+            true => self.grpc,
+            false => self.http,
+        }
+    }
+
+    /// Whether it is one of gRPC's.
+    pub(crate) fn is_grpc<B>(self, request: &Request<B>) -> bool {
+        let given = request.headers().get(CONTENT_TYPE);
+        given.is_some_and(|given| given.as_bytes().starts_with(GRPC))
+    }
+}
+
+impl Protocol {
+    /// The method that a request calls.
+    pub(crate) fn method<B>(&self, request: &Request<B>) -> &'static Method {
+        let path = request.uri().path();
+        let path = path.strip_prefix('/').unwrap_or(path);
+        let verb = request.method().as_str();
+        let mut methods = self.methods.iter();
+        methods
+            .find(|method| method.is_at(verb, path))
+            .unwrap_or(&UNKNOWN)
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use tonic::Status;
+
+    use super::*;
+
+    /// gRPC without methods.
+    pub(crate) const GRPC: Protocol = Protocol {
+        methods: &[],
+        answer: |refusal| Status::from(refusal).into_http(),
+        has_trailers: true,
+    };
+}

@@ -1,0 +1,54 @@
+//! Jobs of the queue, as HTTP tells of them.
+
+use calls::{ListedJob, Service};
+use engine::Error;
+use engine::JobState;
+use engine::job::Call;
+
+use crate::images::now;
+
+/// A job by its id, among those that make films.
+///
+/// # Errors
+/// [`Error::JobNotFound`].
+pub(crate) async fn film(service: &Service, id: &str) -> Result<ListedJob, Error> {
+    let found = films(service)
+        .await
+        .into_iter()
+        .find(|job| job.info.id.to_string() == id);
+    found.ok_or_else(|| Error::JobNotFound(id.to_owned()))
+}
+
+/// The jobs that make films, the newest last.
+pub(crate) async fn films(service: &Service) -> Vec<ListedJob> {
+    let mut jobs = service.jobs.list(true).await;
+    // Others have ended and are not kept: nothing can be asked of them.
+    jobs.retain(|job| job.info.call == Call::GenerateVideo && (job.is_kept || !job.info.state.has_ended()));
+    jobs.sort_by_key(created);
+    jobs
+}
+
+/// The state of a job in OpenAI's words, and how much of it is done, of 100.
+pub(crate) fn progress(job: &ListedJob) -> (&'static str, u32) {
+    let info = &job.info;
+    match info.state {
+        JobState::Held | JobState::Queued | JobState::Waiting => ("queued", 0),
+        // A film is decoded after its steps: they are nine tenths of it.
+        JobState::Running => (
+            "in_progress",
+            (90 * info.step).checked_div(info.steps.max(1)).unwrap_or(0),
+        ),
+        // Its end is being written: then it can be fetched.
+        JobState::Done | JobState::Failed | JobState::Cancelled if job.results_for.is_none() => {
+            ("in_progress", 99)
+        }
+        JobState::Done => ("completed", 100),
+        JobState::Failed | JobState::Cancelled => ("failed", 0),
+    }
+}
+
+/// When a job was accepted, in Unix seconds.
+pub(crate) fn created(job: &ListedJob) -> u64 {
+    let ago = job.info.age + job.ended_ago.unwrap_or_default();
+    now().saturating_sub(ago.as_secs())
+}
