@@ -163,6 +163,9 @@ fn memory(shortfall: &Shortfall) -> Any {
 
 #[cfg(test)]
 mod tests {
+    use prost::Message as _;
+    use tonic_types::pb;
+
     use super::*;
 
     fn details(status: &Status) -> Vec<String> {
@@ -280,6 +283,19 @@ mod tests {
         ] {
             assert_eq!(status.code(), Code::ResourceExhausted);
             assert!(!details(&status).contains(&RETRY.to_owned()), "{status}");
+        }
+    }
+
+    #[test]
+    fn every_reason_is_one_of_the_protocol() {
+        let told = include_str!("../../calls/src/told.rs");
+        let words = told.split('"').skip(1).step_by(2);
+        let reasons: Vec<&str> = words
+            .filter(|word| word.chars().all(|c| c.is_ascii_uppercase() || c == '_'))
+            .collect();
+        assert!(reasons.len() > 20, "{reasons:?}");
+        for reason in reasons {
+            assert!(Reason::from_str_name(reason).is_some(), "{reason}");
         }
     }
 

@@ -64,7 +64,6 @@ fn allowed(name: &str) -> &'static [&'static str] {
             "door",
             "engine",
             "hub",
-            "config",
             "model",
             "gpu",
             "residency",
