@@ -20,3 +20,5 @@ pub use methods::{Admitted, Method, Needs, Requests};
 pub use protocol::{Protocol, Protocols};
 pub use refusal::{Answer, Refusal};
 pub use server::{DoorSettings, Served, TransportError, serve};
+/// The body of an answer, and the routes of a protocol, as the transport takes them.
+pub use tonic::{body::Body, service::Routes};

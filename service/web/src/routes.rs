@@ -10,11 +10,9 @@ use axum::http::request::Parts;
 use axum::response::IntoResponse as _;
 use axum::routing::{get, post};
 use calls::{Caller, Service};
-use door::{Method, Needs, Protocol, Requests};
+use door::{Body, Method, Needs, Protocol, Requests, Routes};
 use http::header::USER_AGENT;
 use residency::Bytes;
-use tonic::body::Body;
-use tonic::service::Routes;
 
 use crate::errors::Failure;
 use crate::{health, images, metrics, models, music, openapi, videos};

@@ -176,7 +176,7 @@ pub(crate) async fn create(
         ..Asked::default()
     };
     let started = service.generation.generate(asked, &who.caller).await?;
-    let job = film(&service, &started.job.to_string()).await?;
+    let job = film(&service, started.job.as_ref()).await?;
     Ok(Json(video_out(&job)))
 }
 
