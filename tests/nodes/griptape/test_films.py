@@ -15,8 +15,9 @@ import pytest
 from headless import Headless
 from lora_files import instant_adapter
 from PIL import ExifTags, Image
+from waiting import until
 
-from service import INSTANT_MODELS
+from service import INSTANT_MODELS, Service
 
 Simulate = Callable[..., moored.Client]
 VALUES: dict[str, Any] = {"prompt": "a red circle moves", "model": "video", "seed": 7, "steps": 2}
@@ -109,6 +110,69 @@ def test_a_film_is_as_long_as_it_is_asked_to_be(
     node = nowhere.do(nowhere.node("GenerateVideo", **named, **VALUES))
     succeeds(nowhere)
     assert f" {frames} frames of " in outputs(node)["result_details"]
+
+
+def slow_film(folder: Path) -> tuple[str, ...]:
+    """Arguments of a service with a model `film`, which takes 2 s for 20 steps."""
+    models = folder / "models"
+    models.mkdir()
+    model = json.loads((INSTANT_MODELS / "video.instant.json").read_text(encoding="utf-8"))
+    model |= {"name": "film", "steps_ms": 100}
+    (models / "film.instant.json").write_text(json.dumps(model), encoding="utf-8")
+    return ("--models", str(models))
+
+
+async def at_a_step(nowhere: Headless, node: Any) -> asyncio.Task[Any]:
+    """A run that has come to a step."""
+    run = asyncio.create_task(nowhere.run())
+    while not outputs(node).get("status", "").startswith("Step"):
+        assert not run.done(), run.result()
+        await asyncio.sleep(0.01)
+    return run
+
+
+def test_a_film_whose_run_was_lost_is_joined_by_the_same_run(
+    nowhere: Headless, tmp_path: Path
+) -> None:
+    """As after an end of the engine: the line is lost, and the job goes on."""
+    arguments = slow_film(tmp_path)
+    options: dict[str, Any] = {"state": tmp_path / "state", "devices": ("sim:40GiB",)}
+    service = Service(*arguments, **options)
+    nowhere.do(nowhere.settings(endpoint=service.address))
+    film = VALUES | {"model": "film", "steps": 20}
+    node = nowhere.do(nowhere.node("GenerateVideo", **film))
+
+    async def lost() -> None:
+        run = await at_a_step(nowhere, node)
+        await asyncio.to_thread(service.kill)
+        assert (await run).failed()
+
+    try:
+        nowhere.do(lost())
+        service = Service(*arguments, listen=service.address, **options)
+        with service.client() as client:
+            (job,) = client.jobs()
+            succeeds(nowhere)
+            assert [one.id for one in client.jobs(include_ended=True)] == [job.id]
+            assert client.fetch(job.id).seed == VALUES["seed"]
+    finally:
+        service.kill()
+
+
+def test_a_film_that_is_cancelled_ends_though_it_would_outlive_the_engine(
+    simulate: Simulate, nowhere: Headless, tmp_path: Path
+) -> None:
+    client = simulate("sim:40GiB", *slow_film(tmp_path))
+    node = nowhere.do(nowhere.node("GenerateVideo", **VALUES | {"model": "film", "steps": 100}))
+
+    async def cancelled() -> None:
+        run = await at_a_step(nowhere, node)
+        await nowhere.cancel()
+        await run
+
+    nowhere.do(cancelled())
+    until(client, lambda status: not status.jobs)
+    assert [job.state for job in client.jobs(include_ended=True)] == ["cancelled"]
 
 
 def test_a_film_with_sound_gives_both(
