@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import json
+import socket
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ import moored
 import numpy as np
 import openai
 import pytest
+import trustme
 from PIL import Image
 from test_access import make_token
 from waiting import until, wait_until
@@ -228,6 +231,58 @@ def test_tokens_and_roles_hold_over_http(simulate: Simulate, tmp_path: Path) -> 
     assert get(service, "/readyz") == (200, "ok\n")
     assert get(service, "/metrics")[0] == 401
     assert get(service, "/metrics", Authorization=f"Bearer {observer}")[0] == 200
+
+
+@pytest.mark.parametrize("http2", [False, True], ids=["1.1", "2"])
+def test_https_is_the_same(simulate: Simulate, tmp_path: Path, http2: bool) -> None:
+    authority = trustme.CA()
+    made = authority.issue_cert("127.0.0.1")
+    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+    made.private_key_pem.write_to_path(tmp_path / "key.pem")
+    (tmp_path / "key.pem").chmod(0o600)
+    for blob in made.cert_chain_pems:
+        blob.write_to_path(tmp_path / "certificate.pem", append=True)
+    given = ("certificate=certificate.pem", "certificate_key=key.pem")
+    settings = [
+        f"service.{name}={tmp_path}/{file}" for name, file in (one.split("=") for one in given)
+    ]
+    service = simulate(
+        "sim:24GiB", arguments=tuple(word for one in settings for word in ("--set", one))
+    )
+    trust = ssl.create_default_context(cafile=str(tmp_path / "authority.pem"))
+    trust.set_alpn_protocols(["h2"] if http2 else ["http/1.1"])
+    host, _, port = service.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as plain:
+        with trust.wrap_socket(plain, server_hostname=host) as line:
+            assert line.selected_alpn_protocol() == ("h2" if http2 else "http/1.1")
+            if not http2:
+                line.sendall(
+                    b"GET /readyz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+                )
+                answer = b"".join(iter(lambda: line.recv(4096), b""))
+                assert answer.startswith(b"HTTP/1.1 200"), answer
+
+
+def test_pages_of_other_sites_have_no_say(service: Service) -> None:
+    """A form needs no leave of a browser to be sent to this machine, and a name may be given its address."""
+    for headers in (
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Host": "evil.example:50051"},
+    ):
+        assert get(service, "/v1/models", **headers)[0] == 403, headers
+        form = {"Content-Type": "multipart/form-data; boundary=x"} | headers
+        body = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na boat\r\n--x--\r\n'
+        request = urllib.request.Request(
+            f"http://{service.address}/v1/videos", data=body, headers=form
+        )
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+        assert json.loads(refused.value.read())["error"]["code"] == "other_site"
+    assert get(service, "/v1/models", Origin=f"http://{service.address}")[0] == 200
+    assert get(service, "/livez", Host="evil.example")[0] == 200
+    with service.client() as client:
+        assert not client.jobs(include_ended=True)
 
 
 def test_metrics_add_up_and_the_document_is_the_one_that_is_checked_in(service: Service) -> None:

@@ -97,7 +97,7 @@ impl Certificates {
             }
         };
         let mut config = builder.with_single_cert(chain, key).map_err(pair)?;
-        config.alpn_protocols = vec![b"h2".to_vec()];
+        config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
         Ok(Arc::new(config))
     }
 

@@ -65,6 +65,11 @@ impl Failure {
         }
     }
 
+    /// A request that another site may have had a browser send.
+    pub(crate) fn other_site(why: &str) -> Failure {
+        Failure::of(StatusCode::FORBIDDEN, "OTHER_SITE", why.to_owned())
+    }
+
     /// Nothing is at this path.
     pub(crate) fn no_path(path: &str) -> Failure {
         let message = format!("there is nothing at {path:?}: /openapi.json lists what there is");

@@ -3,6 +3,7 @@
 
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 
+mod browsers;
 mod errors;
 mod forms;
 mod health;

@@ -7,6 +7,7 @@ use axum::Router;
 use axum::extract::{DefaultBodyLimit, FromRequestParts};
 use axum::http::Uri;
 use axum::http::request::Parts;
+use axum::middleware;
 use axum::response::IntoResponse as _;
 use axum::routing::{get, post};
 use calls::{Caller, Service};
@@ -15,7 +16,7 @@ use http::header::USER_AGENT;
 use residency::Bytes;
 
 use crate::errors::Failure;
-use crate::{health, images, metrics, models, music, openapi, videos};
+use crate::{browsers, health, images, metrics, models, music, openapi, videos};
 
 const OBSERVE: Needs = Needs::Role(Role::Observe);
 const GENERATE: Needs = Needs::Role(Role::Generate);
@@ -98,6 +99,7 @@ pub fn routes(service: Service, longest: Bytes) -> Routes {
         .fallback(async |uri: Uri| Failure::no_path(uri.path()))
         .method_not_allowed_fallback(async || Failure::no_verb())
         .layer(DefaultBodyLimit::max(longest))
+        .layer(middleware::from_fn(browsers::refuse_other_sites))
         .with_state(service);
     Routes::from(router)
 }

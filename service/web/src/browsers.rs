@@ -1,0 +1,122 @@
+//! Requests that a page of another site has a browser send. A browser reaches this machine and its network for any page, so who
+//! only checks addresses would take its requests for the user's.
+
+use std::net::IpAddr;
+
+use axum::extract::Request;
+use axum::middleware::Next;
+use axum::response::{IntoResponse as _, Response};
+use door::{Admitted, Needs};
+use http::HeaderMap;
+use http::header::{HOST, ORIGIN};
+
+use crate::errors::Failure;
+
+/// Ends of names that no public domain has.
+const LOCAL: [&str; 5] = [".localhost", ".local", ".internal", ".lan", ".home.arpa"];
+
+/// Passes requests on that no page of another site has sent.
+pub(crate) async fn refuse_other_sites(request: Request, next: Next) -> Response {
+    // What is public says nothing of anybody, and starts nothing.
+    let has_token = request
+        .extensions()
+        .get::<Admitted>()
+        .is_some_and(|admitted| admitted.holder.is_some() || admitted.method.needs == Needs::Nothing);
+    // HTTP/2 has it in the address.
+    let authority = request.uri().authority().map(|authority| authority.as_str());
+    match check(authority, request.headers(), has_token) {
+        Ok(()) => next.run(request).await,
+        Err(why) => Failure::other_site(why).into_response(),
+    }
+}
+
+/// # Errors
+/// Why a request is refused.
+fn check(authority: Option<&str>, headers: &HeaderMap, has_token: bool) -> Result<(), &'static str> {
+    let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
+    let host = authority.or_else(|| text(HOST)).unwrap_or_default();
+    // Browsers send it with all requests that change something, and with those that pages send to other sites.
+    if let Some(origin) = text(ORIGIN) {
+        let of_origin = origin.split_once("://").map(|(_, host)| host);
+        if !of_origin.is_some_and(|of_origin| of_origin.eq_ignore_ascii_case(host)) {
+            return Err("a page of another site sent this request");
+        }
+    }
+    // A page may give a name of its own the address of this machine, and then is of the same site. No page knows a token.
+    if !has_token && !is_local(host_without_port(host)) {
+        return Err(
+            "without a token the service answers to its address, to localhost, and to names without a dot: use one of these, or a token",
+        );
+    }
+    Ok(())
+}
+
+fn host_without_port(host: &str) -> &str {
+    match host.strip_prefix('[') {
+        Some(six) => six.split(']').next().unwrap_or_default(),
+        None => host.rsplit_once(':').map_or(host, |(host, _)| host),
+    }
+}
+
+/// Whether a host is an address, or a name that no public domain has.
+fn is_local(host: &str) -> bool {
+    let host = host.to_ascii_lowercase();
+    host.parse::<IpAddr>().is_ok()
+        || (!host.is_empty() && !host.contains('.'))
+        || LOCAL.iter().any(|end| host.ends_with(end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn allowed(host: &'static str, origin: Option<&'static str>, has_token: bool) -> bool {
+        let mut headers = HeaderMap::new();
+        headers.insert(HOST, host.parse().unwrap());
+        if let Some(origin) = origin {
+            headers.insert(ORIGIN, origin.parse().unwrap());
+        }
+        check(None, &headers, has_token).is_ok()
+    }
+
+    #[test]
+    fn a_page_of_another_site_is_refused() {
+        assert!(allowed("127.0.0.1:50051", None, false));
+        assert!(allowed("127.0.0.1:50051", Some("http://127.0.0.1:50051"), false));
+        for origin in [
+            "http://evil.example",
+            "null",
+            "http://127.0.0.1:8188",
+            "http://127.0.0.1",
+        ] {
+            assert!(!allowed("127.0.0.1:50051", Some(origin), false), "{origin}");
+            assert!(!allowed("127.0.0.1:50051", Some(origin), true), "{origin}");
+        }
+    }
+
+    #[test]
+    fn a_name_that_a_page_may_have_taken_needs_a_token() {
+        for host in [
+            "localhost:50051",
+            "[::1]:50051",
+            "10.0.0.7",
+            "moored:50051",
+            "box.local",
+            "a.localhost:1",
+        ] {
+            assert!(allowed(host, None, false), "{host}");
+        }
+        for host in [
+            "evil.example:50051",
+            "127.0.0.1.evil.example",
+            "",
+            "local.example",
+        ] {
+            assert!(!allowed(host, None, false), "{host}");
+            assert!(allowed(host, None, true), "{host}");
+        }
+        let headers = HeaderMap::new();
+        assert!(check(Some("127.0.0.1:50051"), &headers, false).is_ok());
+        assert!(check(Some("evil.example"), &headers, false).is_err());
+    }
+}
