@@ -256,9 +256,7 @@ def test_https_is_the_same(simulate: Simulate, tmp_path: Path, http2: bool) -> N
         with trust.wrap_socket(plain, server_hostname=host) as line:
             assert line.selected_alpn_protocol() == ("h2" if http2 else "http/1.1")
             if not http2:
-                line.sendall(
-                    b"GET /readyz HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
-                )
+                line.sendall(b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
                 answer = b"".join(iter(lambda: line.recv(4096), b""))
                 assert answer.startswith(b"HTTP/1.1 200"), answer
 
