@@ -311,16 +311,16 @@ impl<B: Backing> Arena<B> {
         let place = slots_of(&(offset..offset + bytes));
         let mapped = self.mapped.len() as u64;
         let chunks_until = |limit: Bytes| (limit.0 / CHUNK).saturating_sub(mapped) as usize;
+        // What is created meanwhile is in the place itself: these stay the same.
+        let movable = self.idle_slots(&place, missing.len());
         let wanted = chunks_until(self.limit.wanted).min(missing.len());
-        let movable = self.idle_slots(&place, missing.len() - wanted);
-        if movable.len() + chunks_until(self.limit.most) < missing.len() {
+        let created = missing.len() - movable.len().min(missing.len() - wanted);
+        if created > chunks_until(self.limit.most) {
             return Err(B::out_of_memory());
         }
-        let created = missing.len() - movable.len();
         let (mut filled, failed) = self.create(missing.get(..created).unwrap_or_default());
         // Where the driver lacks memory, chunks are moved instead.
         let rest = missing.get(filled..).unwrap_or_default();
-        let movable = self.idle_slots(&place, rest.len());
         let moved = match failed.filter(|error| !B::lacks_memory(error)) {
             Some(error) => Err(error),
             None if movable.len() < rest.len() => Err(B::out_of_memory()),
@@ -585,7 +585,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_fails_otherwise_is_not_asked_again() {
+    fn an_error_of_the_driver_that_is_no_lack_of_memory_is_returned() {
         let mut arena = arena(8);
         arena.backing.lost = true;
         assert_eq!(used(&mut arena, CHUNK), Err(Failed::Lost));

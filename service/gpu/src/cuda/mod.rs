@@ -294,9 +294,32 @@ impl CudaCard {
         })
     }
 
-    /// What is counted among the workspaces for steps in which pools grow.
-    fn rounding(&self) -> Bytes {
-        self.limit.map_or(Bytes::ZERO, |_| ROUNDING)
+    /// The driver's figures of the whole card, without those who hold the rest of it.
+    fn whole_truth(&self) -> Result<DriverTruth, GpuError> {
+        let pools = self.pools()?;
+        let (free, total) = self.driver_memory()?;
+        let besides = total - free - pools.reserved();
+        Ok(DriverTruth {
+            total,
+            free,
+            components: pools.components,
+            scratch: pools.scratch,
+            slack: pools.scratch_reserved - pools.scratch,
+            // The driver's granularity: bytes that a component's pool reserves beyond its tensors are unusable by others.
+            workspaces: pools.workspaces + (pools.components_reserved - pools.components),
+            context: self.context_bytes().min(besides),
+            holders: Vec::new(),
+            layout: None,
+        })
+    }
+
+    /// The same, within the service's limit. What pools may round up counts among the workspaces.
+    fn within_limit(&self, mut truth: DriverTruth) -> DriverTruth {
+        let Some(limit) = self.limit else {
+            return truth;
+        };
+        truth.workspaces += ROUNDING;
+        truth.limited_to(limit)
     }
 
     /// Free and total bytes according to the driver.
@@ -502,26 +525,10 @@ impl Gpu for CudaCard {
 
     fn memory(&mut self) -> Result<DriverTruth, GpuError> {
         self.check_alive()?;
-        let pools = self.pools()?;
-        let (free, total) = self.driver_memory()?;
-        let besides = total - free - pools.reserved();
-        let context = self.context_bytes().min(besides);
-        let truth = DriverTruth {
-            total,
-            free,
-            components: pools.components,
-            scratch: pools.scratch,
-            slack: pools.scratch_reserved - pools.scratch,
-            // The driver's granularity: bytes that a component's pool reserves beyond its tensors are unusable by others.
-            workspaces: pools.workspaces + (pools.components_reserved - pools.components) + self.rounding(),
-            context,
-            holders: self.nvml.holders(besides - context),
-            layout: None,
-        };
-        Ok(match self.limit {
-            Some(limit) => truth.limited_to(limit),
-            None => truth,
-        })
+        let mut truth = self.whole_truth()?;
+        let own = truth.components + truth.scratch + truth.slack + truth.workspaces + truth.context;
+        truth.holders = self.nvml.holders(truth.total - truth.free - own);
+        Ok(self.within_limit(truth))
     }
 
     fn load(
@@ -726,14 +733,11 @@ impl CudaCard {
     /// The most memory that the activations of a stage may have: what they have now and what is free, within the service's limit.
     /// As much as the context may grow by is taken last.
     fn limit_of_activations(&self) -> Result<Limit, GpuError> {
-        let pools = self.pools()?;
-        let (mut free, total) = self.driver_memory()?;
-        if let Some(limit) = self.limit {
-            free = free.min(total.min(limit) - pools.reserved() - self.context_bytes() - ROUNDING);
-        }
-        let most = pools.scratch_reserved + free;
+        let truth = self.within_limit(self.whole_truth()?);
+        let reserved = truth.scratch + truth.slack;
+        let most = reserved + truth.free;
         Ok(Limit {
-            wanted: (most - CONTEXT_GROWTH).max(pools.scratch_reserved),
+            wanted: (most - CONTEXT_GROWTH).max(reserved),
             most,
         })
     }
