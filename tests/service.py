@@ -26,14 +26,19 @@ START_TIMEOUT_S = 60
 LOG_TIMEOUT_S = 60
 
 
-def slower_model(folder: Path, steps_ms: int) -> Path:
-    """A folder of models, made in `folder`, with `slower`: as `slow`, with steps that take this long."""
+def model_as(folder: Path, base: str, name: str, **changes: Any) -> Path:
+    """A folder of models, made in `folder`, with `name`: as the instant model `base`, but for the changes."""
     models = folder / "models"
     models.mkdir()
-    model = json.loads((INSTANT_MODELS / "slow.instant.json").read_text(encoding="utf-8"))
-    model |= {"name": "slower", "steps_ms": steps_ms}
-    (models / "slower.instant.json").write_text(json.dumps(model), encoding="utf-8")
+    model = json.loads((INSTANT_MODELS / f"{base}.instant.json").read_text(encoding="utf-8"))
+    model |= {"name": name, **changes}
+    (models / f"{name}.instant.json").write_text(json.dumps(model), encoding="utf-8")
     return models
+
+
+def slower_model(folder: Path, steps_ms: int) -> Path:
+    """A folder of models, made in `folder`, with `slower`: as `slow`, with steps that take this long."""
+    return model_as(folder, "slow", "slower", steps_ms=steps_ms)
 
 
 class ReservedPort:

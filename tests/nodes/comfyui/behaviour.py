@@ -25,7 +25,7 @@ from runs import Run
 from tiny_models import FIXTURES, picture_models
 from waiting import until
 
-from service import INSTANT_MODELS, Service, slower_model
+from service import Service, model_as, slower_model
 
 Serve = Callable[..., Service]
 
@@ -485,12 +485,7 @@ def test_a_control_net_that_cannot_be_used_is_a_sentence_on_its_node(
 
 def film_model(folder: Path, steps_ms: int, *, sound: bool = False) -> Path:
     """A folder of models, made in `folder`, with `film`: as `video`, with pieces so far apart."""
-    models = folder / "models"
-    models.mkdir()
-    model = json.loads((INSTANT_MODELS / "video.instant.json").read_text(encoding="utf-8"))
-    model |= {"name": "film", "steps_ms": steps_ms, "sound": sound}
-    (models / "film.instant.json").write_text(json.dumps(model), encoding="utf-8")
-    return models
+    return model_as(folder, "video", "film", steps_ms=steps_ms, sound=sound)
 
 
 def test_a_film_is_the_clients_own(comfyui: ComfyUI, serve: Serve) -> None:

@@ -17,7 +17,7 @@ from lora_files import instant_adapter
 from PIL import ExifTags, Image
 from waiting import until
 
-from service import INSTANT_MODELS, Service
+from service import Service, model_as
 
 Simulate = Callable[..., moored.Client]
 VALUES: dict[str, Any] = {"prompt": "a red circle moves", "model": "video", "seed": 7, "steps": 2}
@@ -114,12 +114,7 @@ def test_a_film_is_as_long_as_it_is_asked_to_be(
 
 def slow_film(folder: Path) -> tuple[str, ...]:
     """Arguments of a service with a model `film`, which takes 2 s for 20 steps."""
-    models = folder / "models"
-    models.mkdir()
-    model = json.loads((INSTANT_MODELS / "video.instant.json").read_text(encoding="utf-8"))
-    model |= {"name": "film", "steps_ms": 100}
-    (models / "film.instant.json").write_text(json.dumps(model), encoding="utf-8")
-    return ("--models", str(models))
+    return ("--models", str(model_as(folder, "video", "film", steps_ms=100)))
 
 
 async def at_a_step(nowhere: Headless, node: Any) -> asyncio.Task[Any]:
@@ -181,11 +176,7 @@ def test_a_film_with_sound_gives_both(
     from griptape.artifacts import AudioUrlArtifact
     from griptape_nodes.files.file import File
 
-    models = tmp_path / "models"
-    models.mkdir()
-    model = json.loads((INSTANT_MODELS / "video.instant.json").read_text(encoding="utf-8"))
-    model |= {"name": "film", "sound": True}
-    (models / "film.instant.json").write_text(json.dumps(model), encoding="utf-8")
+    models = model_as(tmp_path, "video", "film", sound=True)
     client = simulate("sim:40GiB", "--models", str(models))
     node = nowhere.do(nowhere.node("GenerateVideo", **VALUES | {"model": "film"}))
     succeeds(nowhere)
@@ -244,11 +235,7 @@ def test_a_lora_changes_a_film(simulate: Simulate, nowhere: Headless, tmp_path: 
 def test_a_cancel_ends_a_film_in_its_steps_and_in_its_decoding(
     simulate: Simulate, nowhere: Headless, tmp_path: Path, steps: int
 ) -> None:
-    models = tmp_path / "models"
-    models.mkdir()
-    model = json.loads((INSTANT_MODELS / "video.instant.json").read_text(encoding="utf-8"))
-    model |= {"name": "film", "steps_ms": 3000}
-    (models / "film.instant.json").write_text(json.dumps(model), encoding="utf-8")
+    models = model_as(tmp_path, "video", "film", steps_ms=3000)
     client = simulate("sim:40GiB", "--models", str(models))
     values = VALUES | {"model": "film", "steps": steps}
     node = nowhere.do(nowhere.node("GenerateVideo", **values))
