@@ -259,3 +259,33 @@ fn opened(data: &[u8]) -> Result<(impl ImageDecoder + '_, Orientation), PictureE
     let orientation = decoder.orientation().map_err(unreadable)?;
     Ok((decoder, orientation))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn png(picture: &DynamicImage) -> Vec<u8> {
+        let mut out = std::io::Cursor::new(Vec::new());
+        picture.write_to(&mut out, image::ImageFormat::Png).unwrap();
+        out.into_inner()
+    }
+
+    #[test]
+    fn a_mask_is_white_where_it_was_transparent() {
+        let mut painted = image::RgbaImage::from_pixel(3, 1, image::Rgba([9, 9, 9, 255]));
+        painted.put_pixel(1, 0, image::Rgba([9, 9, 9, 0]));
+        painted.put_pixel(2, 0, image::Rgba([9, 9, 9, 155]));
+        let made = mask_of_transparency(&png(&painted.into())).unwrap();
+        assert_eq!(
+            decode_mask(&made, (3, 1), &CancelToken::default()).unwrap(),
+            [0, 255, 100]
+        );
+    }
+
+    #[test]
+    fn a_mask_without_transparency_stays_as_it_is() {
+        let white = png(&image::GrayImage::from_pixel(2, 2, image::Luma([255])).into());
+        assert_eq!(mask_of_transparency(&white).unwrap(), white);
+        assert!(mask_of_transparency(b"no picture").is_err());
+    }
+}
