@@ -21,12 +21,19 @@ pub struct Jobs {
 #[derive(Clone, Debug, PartialEq)]
 pub struct ListedJob {
     pub info: JobInfo,
-    /// How long its results can still be fetched; `None`: it is not kept, or has not ended.
-    pub results_for: Option<Duration>,
-    /// Time since its end; `None` as before.
-    pub ended_ago: Option<Duration>,
+    /// Of a detached job whose end is written: its results can be fetched.
+    pub end: Option<ListedEnd>,
     /// Whether it is detached, and can be fetched now or once its end is written.
     pub is_kept: bool,
+}
+
+/// The end of a detached job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ListedEnd {
+    /// Time since then.
+    pub ago: Duration,
+    /// How long its results can still be fetched.
+    pub results_for: Duration,
 }
 
 impl Jobs {
@@ -44,13 +51,12 @@ impl Jobs {
         };
         let mut kept: BTreeMap<_, _> = ended
             .iter()
-            .map(|end| (end.info.id.clone(), (end.results_for, end.ended_ago)))
+            .map(|ended| (ended.info.id.clone(), ended.end))
             .collect();
-        let listed = |info: JobInfo, kept: Option<(Duration, Duration)>| ListedJob {
-            is_kept: self.kept.knows(&info.id),
+        let listed = |info: JobInfo, end: Option<ListedEnd>| ListedJob {
+            is_kept: end.is_some() || self.kept.knows(&info.id),
             info,
-            results_for: kept.map(|(results_for, _)| results_for),
-            ended_ago: kept.map(|(_, ended_ago)| ended_ago),
+            end,
         };
         let mut jobs: Vec<ListedJob> = Vec::new();
         let (live, recent): (Vec<JobInfo>, Vec<JobInfo>) =
@@ -58,11 +64,13 @@ impl Jobs {
         jobs.extend(live.into_iter().map(|info| listed(info, None)));
         jobs.extend(self.kept.held().into_iter().map(|info| listed(info, None)));
         for info in recent {
-            let of_kept = kept.remove(&info.id);
-            jobs.push(listed(info, of_kept));
+            let end = kept.remove(&info.id);
+            jobs.push(listed(info, end));
         }
-        let older = ended.into_iter().filter(|end| kept.contains_key(&end.info.id));
-        jobs.extend(older.map(|end| listed(end.info, Some((end.results_for, end.ended_ago)))));
+        let older = ended
+            .into_iter()
+            .filter(|ended| kept.contains_key(&ended.info.id));
+        jobs.extend(older.map(|ended| listed(ended.info, Some(ended.end))));
         jobs
     }
 

@@ -32,6 +32,7 @@ use self::records::{ENDED, JOBS, KeptEnd, KeptJob, STATE, Time, work_of};
 use crate::budget::Client;
 use crate::chunks::Output;
 use crate::encodings::Encodings;
+use crate::jobs::ListedEnd;
 use crate::resolved::ResolvedModel;
 use crate::threads::Turns;
 
@@ -64,8 +65,7 @@ pub struct KeepSettings {
 #[derive(Clone, Debug)]
 pub(crate) struct KeptInfo {
     pub info: JobInfo,
-    pub results_for: Duration,
-    pub ended_ago: Duration,
+    pub end: ListedEnd,
 }
 
 /// The jobs that outlive the service. Cheap to clone.
@@ -376,10 +376,16 @@ impl Kept {
         let now = Time::now();
         let ended = ended.into_iter().map(|end| KeptInfo {
             info: end.info.clone(),
-            results_for: self.0.settings.results_for.saturating_sub(end.ended.until(now)),
-            ended_ago: end.ended.until(now),
+            end: self.listed_end(end.ended.until(now)),
         });
         ended.collect()
+    }
+
+    fn listed_end(&self, ago: Duration) -> ListedEnd {
+        ListedEnd {
+            ago,
+            results_for: self.0.settings.results_for.saturating_sub(ago),
+        }
     }
 
     /// Ends the held jobs of an account: its token was withdrawn.

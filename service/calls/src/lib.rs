@@ -70,7 +70,7 @@ pub use entries::first_card_of;
 pub use errors::{LONGEST_MESSAGE_CHARACTERS, LONGEST_TEXT_CHARACTERS, MOST_LISTED, invalid, words_of};
 pub use generation::{AskedDecode, AskedEncode, Generation};
 pub use host::{Host, HostMemory, WorkerPids, watch as watch_host};
-pub use jobs::{Jobs, ListedJob};
+pub use jobs::{Jobs, ListedEnd, ListedJob};
 pub use kept::KeepSettings;
 use kept::Kept;
 pub use latent_upload::{LatentDescription, LatentUpload};

@@ -51,7 +51,7 @@ impl jobs_server::Jobs for JobsService {
 
 fn listed_out(job: &ListedJob) -> v1::JobInfo {
     v1::JobInfo {
-        results_for_ms: job.results_for.map(millis),
+        results_for_ms: job.end.map(|end| millis(end.results_for)),
         ..job_out(&job.info)
     }
 }

@@ -1,7 +1,7 @@
 //! The gRPC methods, a row for each.
 
 use access::Role;
-use door::{Method, Needs, Requests};
+use transport::{Method, Needs, Requests};
 
 const OBSERVE: Needs = Needs::Role(Role::Observe);
 const GENERATE: Needs = Needs::Role(Role::Generate);

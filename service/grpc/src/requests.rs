@@ -8,13 +8,13 @@ use calls::{
     AskedReservation, AskedTask, AskedTrack, Caller, Encoding, LatentDescription, MediaDescription, ModelRef,
     OfMedium, PictureInput, Planned, invalid,
 };
-use door::caller_within;
 use engine::Error;
 use engine::job::{Call, Priority};
 use futures::{Stream, StreamExt as _};
 use model::{MediaFormat, RequestError, Sampling, StrengthPoint};
 use residency::Bytes;
 use tonic::{Request, Status, Streaming};
+use transport::caller_within;
 
 use crate::status::status_of;
 

@@ -14,7 +14,7 @@ use crate::convert::{freed_out, kept_out, listed_out, plan_out, status_out};
 use crate::events::{EventStream, events_of};
 use crate::requests::{asked, caller_of, load_in, model_in, planned_in, reservation_in, ttl_in};
 use crate::status::status_of;
-use door::{Admitted, check_role};
+use transport::{Admitted, check_role};
 
 /// The calls of `moored.v1.Residency`.
 pub(crate) struct ResidencyService(pub(crate) CardMemory);

@@ -7,11 +7,11 @@ use api::v1::jobs_server::JobsServer;
 use api::v1::residency_server::ResidencyServer;
 use api::v1::server_server::{Server, ServerServer};
 use calls::Service;
-use door::Protocol;
 use gpu::CardDescription;
 use residency::Bytes;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
+use transport::Protocol;
 
 use crate::convert::card_kind_out;
 use crate::generation::GenerationService;
@@ -32,7 +32,7 @@ pub struct GrpcSettings {
     pub families: Vec<String>,
 }
 
-/// gRPC, as the door knows it.
+/// gRPC, as the transport knows it.
 pub static PROTOCOL: Protocol = Protocol {
     methods: METHODS,
     answer: answer_of,

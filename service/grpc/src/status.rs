@@ -4,8 +4,6 @@ use std::time::Duration;
 
 use api::v1::Reason;
 use calls::{Kind, MOST_LISTED, invalid, paths, told, words_of};
-use door::Refusal;
-use door::status::{self, any, retry, shown, with_details};
 use engine::library::NotOpened;
 use engine::{CancelledBy, Error, Shortfall};
 use hub::{PullError, PullFailure};
@@ -13,6 +11,8 @@ use prost_types::Any;
 use tonic::body::Body;
 use tonic::codegen::http;
 use tonic::{Code, Status};
+use transport::Refusal;
+use transport::status::{self, any, retry, shown, with_details};
 
 use crate::convert::shortfall_out;
 
@@ -89,7 +89,7 @@ fn status_of_hub(error: &PullError, words: &str) -> Status {
     with_details(code, words, details)
 }
 
-/// The response to a call that the door refuses.
+/// The response to a call that the transport refuses.
 pub(crate) fn answer_of(refusal: Refusal) -> http::Response<Body> {
     Status::from(refusal).into_http()
 }

@@ -114,7 +114,7 @@ pub(crate) async fn end_withdrawn(mut tokens: watch::Receiver<Tokens>, service: 
 }
 
 /// The certificates of new connections, now and whenever they change.
-pub(crate) fn tls_of(service: &ServiceSettings) -> Result<Option<door::Tls>, ServeError> {
+pub(crate) fn tls_of(service: &ServiceSettings) -> Result<Option<transport::Tls>, ServeError> {
     let Some(certificates) = service.certificates.clone() else {
         return Ok(None);
     };

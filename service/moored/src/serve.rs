@@ -11,7 +11,6 @@ use calls::{
     Bounds, Host, KeepSettings, ModelRef, Models, Parts, Service, WorkerPids, first_card_of, millis,
 };
 use config::{CardSettings, Config, ConfineWorkers, FileRead, ServiceSettings};
-use door::{DoorSettings, Gate, Protocols, Served, TransportError};
 use engine::library::Library;
 use engine::queue::{CardSignal, CardSlot, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
@@ -24,6 +23,7 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
+use transport::{Gate, Protocols, Served, TransportError, TransportSettings};
 
 use crate::credentials::{Lacks, check_exposure, end_withdrawn, tls_of, tokens_of};
 use crate::locks::{LockError, Locks, worker_lock};
@@ -192,7 +192,7 @@ pub(crate) async fn run(
         max_message: config.service.max_message,
         families: families.names().into_iter().map(str::to_owned).collect(),
     };
-    let settings = DoorSettings {
+    let settings = TransportSettings {
         limits: config.limits.clone(),
         gate: Gate::new(tokens),
         tls,
@@ -224,7 +224,7 @@ pub(crate) async fn run(
     if let Some(ready) = ready {
         let _ = ready.send(address);
     }
-    let serving = tokio::spawn(door::serve(served, settings, listener, stopped_seen));
+    let serving = tokio::spawn(transport::serve(served, settings, listener, stopped_seen));
     let ended = tokio::select! {
         () = shutdown => Ok(()),
         () = end_of(reports) => Err(ServeError::QueueEnded),

@@ -21,7 +21,7 @@ const CRATES: [&str; 20] = [
     "api",
     "config",
     "calls",
-    "door",
+    "transport",
     "grpc",
     "web",
     "cli",
@@ -55,13 +55,21 @@ fn allowed(name: &str) -> &'static [&'static str] {
             "residency",
             "wording",
         ],
-        "door" => &["access", "calls", "config", "residency", "wording"],
-        "web" => &["access", "calls", "door", "engine", "media", "model", "residency"],
+        "transport" => &["access", "calls", "config", "residency", "wording"],
+        "web" => &[
+            "access",
+            "calls",
+            "transport",
+            "engine",
+            "media",
+            "model",
+            "residency",
+        ],
         "grpc" => &[
             "access",
             "api",
             "calls",
-            "door",
+            "transport",
             "engine",
             "hub",
             "model",
@@ -85,7 +93,7 @@ fn allowed(name: &str) -> &'static [&'static str] {
             "access",
             "journal",
             "cli",
-            "door",
+            "transport",
             "grpc",
             "web",
             "calls",
@@ -175,7 +183,7 @@ fn only_the_server_and_the_command_line_know_the_public_protocol() {
             // A file of sentencepiece is a message of protocol buffers too.
             let is_of_files = (name.as_str(), protocol) == ("pipelines", "prost");
             assert!(
-                ["api", "door", "grpc", "cli"].contains(&name.as_str())
+                ["api", "transport", "grpc", "cli"].contains(&name.as_str())
                     || is_of_files
                     || !dependencies.contains(protocol),
                 "{name} imports {protocol}"

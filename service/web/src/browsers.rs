@@ -6,9 +6,10 @@ use std::net::IpAddr;
 use axum::extract::Request;
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
-use door::{Admitted, Needs};
 use http::HeaderMap;
 use http::header::{HOST, ORIGIN};
+use http::uri::Authority;
+use transport::{Admitted, Needs};
 
 use crate::errors::Failure;
 
@@ -39,11 +40,16 @@ fn check(authority: Option<&str>, headers: &HeaderMap, has_token: bool) -> Resul
     if let Some(origin) = text(ORIGIN) {
         let of_origin = origin.split_once("://").map(|(_, host)| host);
         if !of_origin.is_some_and(|of_origin| of_origin.eq_ignore_ascii_case(host)) {
-            return Err("a page of another site sent this request");
+            return Err(
+                "a page of another site sent this request: send it from a program, or from a page of this address",
+            );
         }
     }
     // A page may give a name of its own the address of this machine, and then is of the same site. No page knows a token.
-    if !has_token && !is_local(host_without_port(host)) {
+    let is_local = host
+        .parse::<Authority>()
+        .is_ok_and(|authority| is_local(authority.host()));
+    if !has_token && !is_local {
         return Err(
             "without a token the service answers to its address, to localhost, and to names without a dot: use one of these, or a token",
         );
@@ -51,17 +57,12 @@ fn check(authority: Option<&str>, headers: &HeaderMap, has_token: bool) -> Resul
     Ok(())
 }
 
-fn host_without_port(host: &str) -> &str {
-    match host.strip_prefix('[') {
-        Some(six) => six.split(']').next().unwrap_or_default(),
-        None => host.rsplit_once(':').map_or(host, |(host, _)| host),
-    }
-}
-
 /// Whether a host is an address, or a name that no public domain has.
 fn is_local(host: &str) -> bool {
     let host = host.to_ascii_lowercase();
-    host.parse::<IpAddr>().is_ok()
+    // An address with colons is in brackets.
+    let address = host.trim_start_matches('[').trim_end_matches(']');
+    address.parse::<IpAddr>().is_ok()
         || (!host.is_empty() && !host.contains('.'))
         || LOCAL.iter().any(|end| host.ends_with(end))
 }

@@ -7,11 +7,11 @@ use axum::extract::multipart::MultipartError;
 use axum::extract::rejection::{JsonRejection, QueryRejection};
 use axum::response::{IntoResponse, Response};
 use calls::{Kind, invalid, told, words_of};
-use door::Refusal;
 use engine::Error;
 use http::StatusCode;
 use http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use serde::Serialize;
+use transport::Refusal;
 use utoipa::ToSchema;
 
 /// The body of an error.
@@ -117,7 +117,7 @@ impl From<Refusal> for Failure {
         };
         let mut failure = Failure::of(status, refusal.reason(), refusal.to_string());
         if matches!(refusal, Refusal::ClientLimit(_)) {
-            failure.retry_after = Some(door::status::RETRY_LIMIT);
+            failure.retry_after = Some(transport::status::RETRY_LIMIT);
         }
         failure
     }

@@ -84,9 +84,12 @@ impl Form {
             return Ok(None);
         };
         let value = text.trim().parse();
-        value
-            .map(Some)
-            .map_err(|_| Failure::field(name, format!("{text:?} is no value of this field")))
+        value.map(Some).map_err(|_| {
+            Failure::field(
+                name,
+                format!("{text:?} is not a value of this field: /openapi.json says which it takes"),
+            )
+        })
     }
 
     /// One of some words.

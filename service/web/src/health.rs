@@ -2,7 +2,6 @@
 
 use axum::extract::State;
 use calls::Service;
-use engine::queue::CardState;
 use http::StatusCode;
 
 /// Whether the service answers at all.
@@ -21,8 +20,7 @@ pub(crate) async fn ready(State(service): State<Service>) -> (StatusCode, String
         );
     }
     let report = service.card_memory.reports().borrow().clone();
-    let is_ready = |state| matches!(state, CardState::Ready | CardState::Busy);
-    match report.cards.iter().any(|card| is_ready(card.state)) {
+    match report.cards.iter().any(|card| card.state.is_ready()) {
         true => (StatusCode::OK, "ok\n".to_owned()),
         false => (StatusCode::SERVICE_UNAVAILABLE, "no card is ready\n".to_owned()),
     }

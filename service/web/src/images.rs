@@ -1,7 +1,6 @@
 //! `/v1/images/generations` and `/v1/images/edits`, as OpenAI's clients send them: whole, or as a stream of partial pictures.
 
 use std::convert::Infallible;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::Json;
 use axum::extract::rejection::JsonRejection;
@@ -9,7 +8,7 @@ use axum::extract::{Multipart, State};
 use axum::response::sse::{Event as Sent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use calls::{Asked, AskedOptions, Encoding, Event, EventKind, OfMedium, PictureInput, Service, Started};
+use calls::{Asked, Encoding, Event, EventKind, OfMedium, PictureInput, Service, Started};
 use engine::Error;
 use engine::job::{Call, JobEventKind};
 use futures::{Stream, StreamExt as _};
@@ -20,8 +19,8 @@ use utoipa::ToSchema;
 
 use crate::errors::{ErrorBody, Failure};
 use crate::forms::{Form, model_of, size_of};
-use crate::results::{Gathered, OutputFormat, base64, gathered};
-use crate::routes::Who;
+use crate::results::{Gathered, OutputFormat, base64, gathered, now};
+use crate::routes::Client;
 
 /// Most partial pictures of a stream.
 const MOST_PARTIALS: u32 = 3;
@@ -88,13 +87,12 @@ pub(crate) struct Images {
     seed: u64,
 }
 
-/// A picture.
+/// A picture, as `b64_json` or as `url`.
 #[derive(Debug, Serialize, ToSchema)]
-pub(crate) struct Image {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    b64_json: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    url: Option<String>,
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Image {
+    B64Json(String),
+    Url(String),
 }
 
 /// Tokens: none are counted here.
@@ -112,15 +110,8 @@ pub(crate) struct TokenDetails {
     text_tokens: u64,
 }
 
-/// Pictures that an edit starts from.
-#[derive(Debug, Default)]
-struct Pictures {
-    images: Vec<Bytes>,
-    mask: Option<Bytes>,
-}
-
 impl ImageRequest {
-    fn asked(&self, name: &str, pictures: Pictures) -> Result<Asked, Failure> {
+    fn asked(&self, client: &Client) -> Result<Asked, Failure> {
         let (width, height) = size_of(self.size.as_deref())?;
         let count = self.n.unwrap_or(1);
         if !(1..=MOST_PICTURES).contains(&count) {
@@ -130,13 +121,6 @@ impl ImageRequest {
             ));
         }
         let partials = self.partials()?;
-        let by_masks = pictures.mask.is_some() || self.strength.is_some();
-        let mut images = pictures.images.into_iter();
-        let init_image = by_masks.then(|| images.next()).flatten();
-        let references = images.map(|data| PictureInput {
-            data: Some(data),
-            ..PictureInput::default()
-        });
         Ok(Asked {
             call: Call::GenerateImage,
             model: model_of(self.model.as_deref()),
@@ -153,18 +137,9 @@ impl ImageRequest {
                 max_sequence_length: None,
                 strength: self.strength,
             },
-            init_image,
-            references: references.collect(),
-            mask: pictures.mask.map(|data| PictureInput {
-                data: Some(data),
-                ..PictureInput::default()
-            }),
             preview_interval_ms: if partials > 0 { PREVIEW_INTERVAL_MS } else { 0 },
             encoding: Some(Encoding::Png),
-            options: Some(AskedOptions {
-                client_id: name.to_owned(),
-                ..AskedOptions::default()
-            }),
+            options: Some(client.options()),
             of_medium: OfMedium::Image,
             ..Asked::default()
         })
@@ -186,12 +161,12 @@ impl ImageRequest {
         (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(crate) async fn generate(
     State(service): State<Service>,
-    who: Who,
+    client: Client,
     request: Result<Json<ImageRequest>, JsonRejection>,
 ) -> Result<Response, Failure> {
     let Json(request) = request?;
-    let asked = request.asked(&who.name, Pictures::default())?;
-    let started = service.generation.generate(asked, &who.caller).await?;
+    let asked = request.asked(&client)?;
+    let started = service.generation.generate(asked, &client.caller).await?;
     answer("image_generation", &request, started).await
 }
 
@@ -217,7 +192,7 @@ pub(crate) struct EditForm {
         (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(crate) async fn edit(
     State(service): State<Service>,
-    who: Who,
+    client: Client,
     form: Multipart,
 ) -> Result<Response, Failure> {
     let mut form = Form::read(form).await?;
@@ -227,23 +202,31 @@ pub(crate) async fn edit(
         return Err(Failure::field("image", "is missing: send a picture to edit"));
     }
     let mask = match form.files("mask").pop() {
-        Some(mask) => Some(opaque(mask).await?),
+        Some(mask) => Some(white_where_transparent(mask).await?),
         None => None,
     };
     let has_mask = mask.is_some();
-    let by_references = Pictures {
-        images: images.clone(),
-        mask,
+    let plain = request.asked(&client)?;
+    let from_first = Asked {
+        init_image: images.first().cloned(),
+        ..plain.clone()
     };
-    let asked = request.asked(&who.name, by_references)?;
-    let started = match service.generation.generate(asked, &who.caller).await {
+    let mut images = images.into_iter();
+    let init_image = (has_mask || request.strength.is_some())
+        .then(|| images.next())
+        .flatten();
+    let asked = Asked {
+        init_image,
+        references: images.map(picture).collect(),
+        mask: mask.map(picture),
+        ..plain
+    };
+    let started = match service.generation.generate(asked, &client.caller).await {
         // No editing model: it starts from the picture.
         Err(Error::Invalid(fields))
             if !has_mask && fields.iter().any(|wrong| wrong.field.starts_with("references")) =>
         {
-            let mut asked = request.asked(&who.name, Pictures::default())?;
-            asked.init_image = images.into_iter().next();
-            service.generation.generate(asked, &who.caller).await?
+            service.generation.generate(from_first, &client.caller).await?
         }
         started => started?,
     };
@@ -271,8 +254,15 @@ fn request_of(form: &mut Form) -> Result<ImageRequest, Failure> {
     })
 }
 
+fn picture(data: Bytes) -> PictureInput {
+    PictureInput {
+        data: Some(data),
+        ..PictureInput::default()
+    }
+}
+
 /// OpenAI's masks are transparent where the picture changes; ours are white there.
-async fn opaque(mask: Bytes) -> Result<Bytes, Failure> {
+async fn white_where_transparent(mask: Bytes) -> Result<Bytes, Failure> {
     let made = tokio::task::spawn_blocking(move || media::pictures::mask_of_transparency(&mask)).await;
     let made = made.map_err(|panic| Error::Internal(panic.to_string()))?;
     made.map(Bytes::from)
@@ -293,14 +283,8 @@ async fn answer(kind: &'static str, request: &ImageRequest, started: Started) ->
         let encoded = format.of_png(file.data.clone().freeze()).await?;
         let text = base64(&encoded);
         data.push(match request.response_format.unwrap_or_default() {
-            ResponseFormat::B64Json => Image {
-                b64_json: Some(text),
-                url: None,
-            },
-            ResponseFormat::Url => Image {
-                b64_json: None,
-                url: Some(format!("data:{};base64,{text}", format.media_type())),
-            },
+            ResponseFormat::B64Json => Image::B64Json(text),
+            ResponseFormat::Url => Image::Url(format!("data:{};base64,{text}", format.media_type())),
         });
     }
     let images = Images {
@@ -321,12 +305,6 @@ fn size_in_words(format: Option<&MediaFormat>) -> String {
         }
         Some(MediaFormat::Audio { .. }) | None => String::new(),
     }
-}
-
-/// Unix seconds.
-pub(crate) fn now() -> u64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH);
-    since.map_or(0, |since| since.as_secs())
 }
 
 /// The events of a stream: some previews, each picture once it is complete, or an error.

@@ -1,11 +1,13 @@
 //! Jobs of the queue, as HTTP tells of them.
 
+use std::time::Duration;
+
 use calls::{ListedJob, Service};
 use engine::Error;
 use engine::JobState;
 use engine::job::Call;
 
-use crate::images::now;
+use crate::results::now;
 
 /// A job by its id, among those that make films.
 ///
@@ -39,9 +41,7 @@ pub(crate) fn progress(job: &ListedJob) -> (&'static str, u32) {
             (90 * info.step).checked_div(info.steps.max(1)).unwrap_or(0),
         ),
         // Its end is being written: then it can be fetched.
-        JobState::Done | JobState::Failed | JobState::Cancelled if job.results_for.is_none() => {
-            ("in_progress", 99)
-        }
+        JobState::Done | JobState::Failed | JobState::Cancelled if job.end.is_none() => ("in_progress", 99),
         JobState::Done => ("completed", 100),
         JobState::Failed | JobState::Cancelled => ("failed", 0),
     }
@@ -49,6 +49,6 @@ pub(crate) fn progress(job: &ListedJob) -> (&'static str, u32) {
 
 /// When a job was accepted, in Unix seconds.
 pub(crate) fn created(job: &ListedJob) -> u64 {
-    let ago = job.info.age + job.ended_ago.unwrap_or_default();
-    now().saturating_sub(ago.as_secs())
+    let since_end = job.end.map_or(Duration::ZERO, |end| end.ago);
+    now().saturating_sub((job.info.age + since_end).as_secs())
 }

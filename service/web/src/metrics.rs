@@ -6,7 +6,6 @@ use axum::response::IntoResponse;
 use calls::{Service, ServiceStatus};
 use engine::Error;
 use engine::JobState;
-use engine::queue::CardState;
 use http::header::CONTENT_TYPE;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::encoding::text::encode;
@@ -42,8 +41,6 @@ struct OfState {
     state: &'static str,
 }
 
-type Bytes = Family<OfAccount, Gauge>;
-
 /// The state of the service.
 #[utoipa::path(get, path = "/metrics", tag = "health", responses((status = 200, body = String)))]
 pub(crate) async fn scrape(State(service): State<Service>) -> Result<impl IntoResponse, Failure> {
@@ -60,7 +57,7 @@ fn gauge(bytes: residency::Bytes) -> i64 {
 
 fn registry_of(status: &ServiceStatus) -> Registry {
     let mut registry = Registry::with_prefix("moored");
-    let memory = Bytes::default();
+    let memory = Family::<OfAccount, Gauge>::default();
     let total = Family::<OfCard, Gauge>::default();
     let ready = Family::<OfCard, Gauge>::default();
     let restarts = Family::<OfCard, Gauge>::default();
@@ -86,8 +83,7 @@ fn registry_of(status: &ServiceStatus) -> Registry {
                 .set(gauge(bytes));
         }
         total.get_or_create(&of).set(gauge(card.ledger.total()));
-        let is_ready = matches!(card.state, CardState::Ready | CardState::Busy);
-        ready.get_or_create(&of).set(i64::from(is_ready));
+        ready.get_or_create(&of).set(i64::from(card.state.is_ready()));
         restarts.get_or_create(&of).set(i64::from(card.restarts));
         for resident in card.ledger.residents() {
             let of_component = OfComponent {

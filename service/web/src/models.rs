@@ -9,7 +9,7 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use crate::errors::{ErrorBody, Failure};
-use crate::routes::Who;
+use crate::routes::Client;
 
 /// A list of models.
 #[derive(Debug, Serialize, ToSchema)]
@@ -55,8 +55,8 @@ fn model_out(listed: ListedModel) -> Option<Model> {
 
 /// Models that can be used.
 #[utoipa::path(get, path = "/v1/models", tag = "models", responses((status = 200, body = Models)))]
-pub(crate) async fn list(State(service): State<Service>, who: Who) -> Result<Json<Models>, Failure> {
-    let listing = service.card_memory.list_models(false, &who.caller).await?;
+pub(crate) async fn list(State(service): State<Service>, client: Client) -> Result<Json<Models>, Failure> {
+    let listing = service.card_memory.list_models(false, &client.caller).await?;
     let data = listing.models.into_iter().filter_map(model_out).collect();
     Ok(Json(Models { object: "list", data }))
 }
@@ -66,10 +66,10 @@ pub(crate) async fn list(State(service): State<Service>, who: Who) -> Result<Jso
     responses((status = 200, body = Model), (status = 404, body = ErrorBody)))]
 pub(crate) async fn one(
     State(service): State<Service>,
-    who: Who,
+    client: Client,
     Path(id): Path<String>,
 ) -> Result<Json<Model>, Failure> {
-    let listing = service.card_memory.list_models(false, &who.caller).await?;
+    let listing = service.card_memory.list_models(false, &client.caller).await?;
     let found = listing.models.into_iter().find(|listed| listed.id == id);
     let found = found.and_then(model_out).map(Json);
     found.ok_or_else(|| Error::ModelNotFound { id }.into())

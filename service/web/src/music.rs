@@ -4,7 +4,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::extract::rejection::JsonRejection;
 use axum::response::{IntoResponse, Response};
-use calls::{Asked, AskedOptions, AskedTrack, Encoding, OfMedium, Service};
+use calls::{Asked, AskedTrack, Encoding, OfMedium, Service};
 use engine::job::Call;
 use http::header::CONTENT_TYPE;
 use model::Sampling;
@@ -13,9 +13,8 @@ use utoipa::ToSchema;
 
 use crate::errors::{ErrorBody, Failure};
 use crate::forms::model_of;
-use crate::images::now;
-use crate::results::{base64, gathered};
-use crate::routes::Who;
+use crate::results::{base64, gathered, now};
+use crate::routes::Client;
 
 /// A request for tracks.
 #[derive(Clone, Debug, Default, Deserialize, ToSchema)]
@@ -79,7 +78,7 @@ pub(crate) struct TrackOut {
     responses((status = 200, body = Tracks), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(crate) async fn generate(
     State(service): State<Service>,
-    who: Who,
+    client: Client,
     request: Result<Json<MusicRequest>, JsonRejection>,
 ) -> Result<Response, Failure> {
     let Json(request) = request?;
@@ -99,10 +98,7 @@ pub(crate) async fn generate(
             SoundFormat::Wav => Encoding::Wav,
             SoundFormat::Flac => Encoding::Flac,
         }),
-        options: Some(AskedOptions {
-            client_id: who.name.clone(),
-            ..AskedOptions::default()
-        }),
+        options: Some(client.options()),
         of_medium: OfMedium::Audio(AskedTrack {
             lyrics: request.lyrics.unwrap_or_default(),
             seconds: request.seconds.unwrap_or(0.0),
@@ -110,7 +106,7 @@ pub(crate) async fn generate(
         }),
         ..Asked::default()
     };
-    let started = service.generation.generate(asked, &who.caller).await?;
+    let started = service.generation.generate(asked, &client.caller).await?;
     let (files, report) = gathered(started.events).await?;
     if request.response_format.unwrap_or_default() == TrackAnswer::File
         && let Some(first) = files.files().next()

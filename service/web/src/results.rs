@@ -1,6 +1,7 @@
 //! The results of a job as whole files, and pictures in the formats that are asked for.
 
 use std::collections::BTreeMap;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
@@ -115,4 +116,10 @@ impl OutputFormat {
 /// Bytes as JSON carries them.
 pub(crate) fn base64(data: &[u8]) -> String {
     BASE64_STANDARD.encode(data)
+}
+
+/// Unix seconds.
+pub(crate) fn now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| since.as_secs())
 }

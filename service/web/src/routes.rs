@@ -10,10 +10,10 @@ use axum::http::request::Parts;
 use axum::middleware;
 use axum::response::IntoResponse as _;
 use axum::routing::{get, post};
-use calls::{Caller, Service};
-use door::{Body, Method, Needs, Protocol, Requests, Routes};
+use calls::{AskedOptions, Caller, Service};
 use http::header::USER_AGENT;
 use residency::Bytes;
+use transport::{Body, Method, Needs, Protocol, Requests, Routes};
 
 use crate::errors::Failure;
 use crate::{browsers, health, images, metrics, models, music, openapi, videos};
@@ -40,28 +40,38 @@ pub(crate) const METHODS: &[Method] = &[
     Method::public("GET /readyz").spare(),
 ];
 
-/// HTTP, as the door knows it.
+/// HTTP, as the transport knows it.
 pub static PROTOCOL: Protocol = Protocol {
     methods: METHODS,
     answer: |refusal| Failure::from(refusal).into_response().map(Body::new),
     has_trailers: false,
 };
 
-/// Who calls.
+/// The client of a request.
 #[derive(Clone, Debug)]
-pub(crate) struct Who {
+pub(crate) struct Client {
     pub(crate) caller: Caller,
     /// Name in the list of jobs: that of the program, as it calls itself.
     pub(crate) name: String,
 }
 
+impl Client {
+    /// Options of its jobs.
+    pub(crate) fn options(&self) -> AskedOptions {
+        AskedOptions {
+            client_id: self.name.clone(),
+            ..AskedOptions::default()
+        }
+    }
+}
+
 /// Most characters of a program's name.
 const NAME_CHARACTERS: usize = 60;
 
-impl<S: Sync> FromRequestParts<S> for Who {
+impl<S: Sync> FromRequestParts<S> for Client {
     type Rejection = Infallible;
 
-    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Who, Infallible> {
+    async fn from_request_parts(parts: &mut Parts, _state: &S) -> Result<Client, Infallible> {
         let agent = parts
             .headers
             .get(USER_AGENT)
@@ -69,8 +79,8 @@ impl<S: Sync> FromRequestParts<S> for Who {
         let name = agent
             .and_then(|agent| agent.split_whitespace().next())
             .unwrap_or_default();
-        Ok(Who {
-            caller: door::caller(&parts.extensions),
+        Ok(Client {
+            caller: transport::caller(&parts.extensions),
             name: name
                 .chars()
                 .filter(char::is_ascii_graphic)

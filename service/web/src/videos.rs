@@ -15,10 +15,9 @@ use utoipa::{IntoParams, ToSchema};
 
 use crate::errors::{ErrorBody, ErrorWords, Failure};
 use crate::forms::{Form, model_of, size_of};
-use crate::images::now;
 use crate::jobs::{created, film, films, progress};
-use crate::results::gathered;
-use crate::routes::Who;
+use crate::results::{gathered, now};
+use crate::routes::Client;
 
 /// Films of a page, and the most.
 const PAGE: usize = 20;
@@ -128,7 +127,7 @@ fn video_out(job: &ListedJob) -> Video {
         progress,
         created_at,
         completed_at: (status == "completed").then_some(created_at + info.age.as_secs()),
-        expires_at: job.results_for.map(|left| now() + left.as_secs()),
+        expires_at: job.end.map(|end| now() + end.results_for.as_secs()),
         error: info.error.clone().map(|error| Failure::from(error).words),
     }
 }
@@ -139,7 +138,7 @@ fn video_out(job: &ListedJob) -> Video {
     responses((status = 200, body = Video), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(crate) async fn create(
     State(service): State<Service>,
-    who: Who,
+    client: Client,
     request: Request,
 ) -> Result<Json<Video>, Failure> {
     let (request, start) = read(request).await?;
@@ -162,9 +161,8 @@ pub(crate) async fn create(
         init_image: start,
         encoding: Some(Encoding::Mp4),
         options: Some(AskedOptions {
-            client_id: who.name.clone(),
             detach: true,
-            ..AskedOptions::default()
+            ..client.options()
         }),
         of_medium: OfMedium::Video {
             frames: request.frames.unwrap_or(0),
@@ -175,7 +173,7 @@ pub(crate) async fn create(
         },
         ..Asked::default()
     };
-    let started = service.generation.generate(asked, &who.caller).await?;
+    let started = service.generation.generate(asked, &client.caller).await?;
     let job = film(&service, started.job.as_ref()).await?;
     Ok(Json(video_out(&job)))
 }
@@ -250,10 +248,10 @@ pub(crate) async fn one(
     responses((status = 200, content_type = "video/mp4"), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(crate) async fn content(
     State(service): State<Service>,
-    who: Who,
+    client: Client,
     Path(id): Path<String>,
 ) -> Result<Response, Failure> {
-    let started = service.jobs.fetch(&id, &who.caller)?;
+    let started = service.jobs.fetch(&id, &client.caller)?;
     let (files, _) = gathered(started.events).await?;
     let film = files.files().find(|file| file.media_type == "video/mp4");
     let film = film.ok_or_else(|| Error::JobNotFound(id.clone()))?;
@@ -269,16 +267,16 @@ pub(crate) async fn content(
     responses((status = 200, body = Deleted), (status = 404, body = ErrorBody)))]
 pub(crate) async fn delete(
     State(service): State<Service>,
-    who: Who,
+    client: Client,
     Path(id): Path<String>,
 ) -> Result<Json<Deleted>, Failure> {
     let job = film(&service, &id).await?;
     let deleted = match job.info.state.has_ended() {
-        true => service.jobs.forget(&id, &who.caller).await?,
+        true => service.jobs.forget(&id, &client.caller).await?,
         false => {
             service
                 .jobs
-                .cancel(&id, who.name.clone(), true, &who.caller)
+                .cancel(&id, client.name.clone(), true, &client.caller)
                 .await?
         }
     };

@@ -119,12 +119,7 @@ impl http_body::Body for Sent {
                 let problem = format!(
                     "nothing of this answer was read for {unread}, so it was dropped: read it as it arrives, or raise limits.unread"
                 );
-                let status = Status::from(Refusal::ClientLimit(problem));
-                if !self.protocol.has_trailers {
-                    return Err(status);
-                }
-                let (parts, ()) = status.into_http::<()>().into_parts();
-                Ok(Frame::trailers(parts.headers))
+                self.protocol.end(Refusal::ClientLimit(problem))
             });
             return Poll::Ready(told);
         };

@@ -8,7 +8,6 @@ use bytes::Bytes;
 use http_body::{Frame, SizeHint};
 use tonic::Status;
 use tonic::body::Body;
-use tonic::codegen::http::header::CONTENT_TYPE;
 
 use crate::protocol::Protocol;
 use crate::refusal::Refusal;
@@ -52,12 +51,7 @@ impl http_body::Body for Guarded {
     ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
         if self.body.is_some() && self.withdrawn.as_mut().poll(context).is_ready() {
             self.body = None; // it ends a job's listener
-            if !self.protocol.has_trailers {
-                return Poll::Ready(Some(Err(refusal().into())));
-            }
-            let mut refused = (self.protocol.answer)(refusal()).into_parts().0.headers;
-            refused.remove(CONTENT_TYPE);
-            return Poll::Ready(Some(Ok(Frame::trailers(refused))));
+            return Poll::Ready(Some(self.protocol.end(refusal())));
         }
         match &mut self.body {
             Some(body) => Pin::new(body).poll_frame(context),
@@ -81,6 +75,7 @@ mod tests {
     use std::future::poll_fn;
 
     use http_body::Body as _;
+    use tonic::codegen::http::header::CONTENT_TYPE;
 
     use super::*;
     use crate::protocol::tests::GRPC;

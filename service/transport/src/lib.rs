@@ -19,6 +19,6 @@ pub use limits::Tls;
 pub use methods::{Admitted, Method, Needs, Requests};
 pub use protocol::{Protocol, Protocols};
 pub use refusal::{Answer, Refusal};
-pub use server::{DoorSettings, Served, TransportError, serve};
+pub use server::{Served, TransportError, TransportSettings, serve};
 /// The body of an answer, and the routes of a protocol, as the transport takes them.
 pub use tonic::{body::Body, service::Routes};

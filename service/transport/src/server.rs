@@ -27,8 +27,8 @@ const STREAMS_PER_CONNECTION: u32 = 512;
 /// Idle time after which a connection is pinged, and time after which it is closed without an answer.
 const KEEP_ALIVE: std::time::Duration = std::time::Duration::from_secs(20);
 
-/// Settings of the door.
-pub struct DoorSettings {
+/// Settings of the transport.
+pub struct TransportSettings {
     pub limits: LimitSettings,
     /// The tokens of which calls must carry one.
     pub gate: Gate,
@@ -74,7 +74,7 @@ impl Service<Request<Body>> for Served {
 /// When the transport fails.
 pub async fn serve(
     served: Served,
-    settings: DoorSettings,
+    settings: TransportSettings,
     listener: TcpListener,
     mut stopped: watch::Receiver<bool>,
 ) -> Result<(), TransportError> {

@@ -1,10 +1,13 @@
-//! What a protocol brings to the door.
+//! What a protocol brings to the transport.
 
+use bytes::Bytes;
+use http_body::Frame;
+use tonic::Status;
 use tonic::codegen::http::Request;
 use tonic::codegen::http::header::CONTENT_TYPE;
 
 use crate::methods::{Method, UNKNOWN};
-use crate::refusal::Answer;
+use crate::refusal::{Answer, Refusal};
 
 /// Beginning of the content type of gRPC's requests.
 const GRPC: &[u8] = b"application/grpc";
@@ -43,6 +46,16 @@ impl Protocols {
 }
 
 impl Protocol {
+    /// How an answer that has begun ends with a refusal: by headers that say why, or as a broken connection.
+    pub(crate) fn end(&self, refusal: Refusal) -> Result<Frame<Bytes>, Status> {
+        if !self.has_trailers {
+            return Err(refusal.into());
+        }
+        let mut headers = (self.answer)(refusal).into_parts().0.headers;
+        headers.remove(CONTENT_TYPE); // it was sent when the answer began
+        Ok(Frame::trailers(headers))
+    }
+
     /// The method that a request calls.
     pub(crate) fn method<B>(&self, request: &Request<B>) -> &'static Method {
         let path = request.uri().path();
@@ -57,8 +70,6 @@ impl Protocol {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    use tonic::Status;
-
     use super::*;
 
     /// gRPC without methods.
