@@ -234,7 +234,7 @@ def test_tokens_and_roles_hold_over_http(simulate: Simulate, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("http2", [False, True], ids=["1.1", "2"])
-def test_https_is_the_same(simulate: Simulate, tmp_path: Path, http2: bool) -> None:
+def test_http_1_and_2_are_served_in_tls(simulate: Simulate, tmp_path: Path, http2: bool) -> None:
     authority = trustme.CA()
     made = authority.issue_cert("127.0.0.1")
     authority.cert_pem.write_to_path(tmp_path / "authority.pem")
@@ -261,7 +261,7 @@ def test_https_is_the_same(simulate: Simulate, tmp_path: Path, http2: bool) -> N
                 assert answer.startswith(b"HTTP/1.1 200"), answer
 
 
-def test_pages_of_other_sites_have_no_say(service: Service) -> None:
+def test_requests_of_pages_of_other_sites_are_refused(service: Service) -> None:
     """A form needs no leave of a browser to be sent to this machine, and a name may be given its address."""
     for headers in (
         {"Origin": "http://evil.example"},
