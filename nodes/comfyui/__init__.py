@@ -24,6 +24,7 @@ try:
     from .panel import register_routes
     from .picture_nodes import EditImage, ImageToImage, TextToImage
     from .residency_nodes import GPUStatus, Pin, Preload, Unload
+    from .sharing_nodes import Release, Reserve
 except ModuleNotFoundError as missing:
     if missing.name != "moored":
         raise
@@ -56,6 +57,8 @@ NODES: list[type[io.ComfyNode]] = [
     Preload,
     Unload,
     Pin,
+    Reserve,
+    Release,
 ]
 
 

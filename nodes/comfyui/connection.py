@@ -7,6 +7,7 @@ in. So all calls, of nodes and of routes, go through one background thread with 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import os
 import socket
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 ENDPOINT_SETTING = "moored.endpoint"
 TOKEN_FILE_SETTING = "moored.token_file"
+UNLOAD_OWN_MODELS_SETTING = "moored.unload_own_models"
 
 # The folder of ComfyUI's user directory that token files named in the settings lie in.
 TOKEN_FOLDER = "moored"
@@ -78,6 +80,22 @@ def target(server: Server | None = None) -> Target:
         return Target(named)
     token_file = os.environ.get("MOORED_TOKEN_FILE", "")
     return Target(named, _token(token_file) if token_file else None)
+
+
+def is_on_this_machine(target: Target) -> bool:
+    """Whether the service is on ComfyUI's machine, by its address: a socket, or one of loopback."""
+    if target.endpoint.startswith("unix:"):
+        return True
+    host = target.endpoint.removeprefix("https://").rpartition(":")[0].strip("[]").lower()
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name
+
+
+def unloads_own_models() -> bool:
+    """Whether ComfyUI unloads its own models for a job that waits for their memory: so by default."""
+    return _settings().get(UNLOAD_OWN_MODELS_SETTING) is not False
 
 
 async def run(work: Callable[[moored.AsyncClient], Awaitable[T]], target: Target) -> T:

@@ -12,10 +12,11 @@ import comfy.model_management
 import comfy.utils
 import moored
 
-from . import claims, connection
+from . import claims, connection, own_models
 from .connection import Target
 from .handles import ModelRecipe
 from .node_text import show_on
+from .own_models import OwnModels
 from .phases import phase
 
 if TYPE_CHECKING:
@@ -45,12 +46,17 @@ class Display:
         self._steps = (0, 1)
         self._place = ""
         self._choice = ""
+        self._of_wait = ""
         self._said = ""
 
     def show(self, event: Any) -> None:
         """Shows an event of a job."""
         said = phase(event)
+        if not isinstance(event, moored.Waiting):
+            self._of_wait = ""
         match event:
+            case moored.Waiting() if self._of_wait:
+                said = f"{said}\n{self._of_wait}"
             case moored.Accepted():
                 self._choice = said
             case moored.Done() if self._choice:
@@ -67,6 +73,11 @@ class Display:
             case moored.Preview():
                 self._preview(event.image)
         self.say(said)
+
+    def show_in_wait(self, wait: moored.Waiting, text: str) -> None:
+        """Shows a text below each report of a wait, from this one on."""
+        self._of_wait = text
+        self.show(wait)
 
     def finish(self, image: Image) -> None:
         """Shows the finished picture, or a frame of the finished film, so that no early preview stays."""
@@ -123,13 +134,17 @@ async def attend(
         for result in results:
             undo(result)
 
+    own = OwnModels(target)
     job = connection.start_with_client(noted, target)
     job.add_done_callback(lambda _: wake())
     try:
         while events or not job.done():
             stop_if_interrupted()
             while events:
-                _shown(display, events.popleft())
+                event = events.popleft()
+                _shown(display, event)
+                if own.in_the_way(event):
+                    _without_own_models(display, event)
             if not job.done():
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(news.wait(), INTERRUPT_POLL_S)
@@ -193,6 +208,15 @@ def stop_if_interrupted() -> None:
     """
     if comfy.model_management.processing_interrupted():
         raise comfy.model_management.InterruptProcessingException
+
+
+def _without_own_models(display: Display, wait: moored.Waiting) -> None:
+    """Unloads ComfyUI's own models, and says so where there were any."""
+    if own_models.loaded():
+        # It takes a while: they are copied to the machine's memory.
+        display.show_in_wait(wait, own_models.UNLOADING)
+    unloaded = own_models.unload("a job of the moored service waits for their memory")
+    display.show_in_wait(wait, own_models.UNLOADED if unloaded else "")
 
 
 def _shown(display: Display, event: Any) -> None:

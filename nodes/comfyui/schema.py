@@ -13,6 +13,7 @@ CATEGORY = "moored"
 ServerType = io.Custom("MOORED_SERVER")
 ModelType = io.Custom("MOORED_MODEL")
 LatentType = io.Custom("MOORED_LATENT")
+ReservationType = io.Custom("MOORED_RESERVATION")
 
 MAX_SEED = 0xFFFFFFFFFFFFFFFF
 MAX_SIDE = 4096

@@ -73,6 +73,15 @@ app.registerExtension({
       type: () => testButton(api),
       defaultValue: null,
     },
+    {
+      id: "moored.unload_own_models",
+      name: "Unload ComfyUI's own models for jobs that wait",
+      tooltip:
+        "If a job of this ComfyUI waits for GPU memory that ComfyUI itself holds, ComfyUI unloads its own models, once in each wait, and loads them again when it needs them. Only for a service on ComfyUI's machine.",
+      category: ["moored", "Memory", "unload_own_models"],
+      type: "boolean",
+      defaultValue: true,
+    },
   ],
 
   async setup() {

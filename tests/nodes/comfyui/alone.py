@@ -18,7 +18,7 @@ from standin.executor import StandIn  # noqa: E402
 def main() -> None:
     """Runs it to its end."""
     folder, prompt = Path(sys.argv[1]), Path(sys.argv[2])
-    standin = StandIn(HERE.parents[2] / "nodes" / "comfyui", folder)
+    standin = StandIn(HERE.parents[2] / "nodes" / "comfyui", folder, HERE / "own_model")
     standin.queue(json.loads(prompt.read_text(encoding="utf-8"))).succeeded()
     standin.stop()
 

@@ -16,10 +16,11 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 PACK = ROOT / "nodes" / "comfyui"
+OWN_MODEL = HERE / "own_model"
 HUB_MODEL = "me/mine"
 CLIENT = ROOT / "client-py" / "src"
 
-pytest.register_assert_rewrite("behaviour", "runs", "real", "waiting")
+pytest.register_assert_rewrite("behaviour", "runs", "real", "sharing", "waiting")
 sys.path.insert(0, str(HERE))
 # The stand-in's modules have the names of ComfyUI's; what the pack imports is found there.
 sys.path.insert(1, str(HERE / "standin"))

@@ -42,11 +42,18 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 class RealComfyUI:
     """A ComfyUI of a process of its own."""
 
-    def __init__(self, directory: Path, python: Path, pack: Path, client: Path, base: Path) -> None:
-        """`client`: where the package moored is imported from; `base`: an empty folder for everything."""
+    def __init__(
+        self, directory: Path, python: Path, pack: Path, client: Path, base: Path, *others: Path
+    ) -> None:
+        """`client`: where the package moored is imported from; `base`: an empty folder for everything.
+
+        `others`: further packs.
+        """
         for name in ("custom_nodes", "input", "output", "temp", "user", "models"):
             (base / name).mkdir(parents=True)
         (base / "custom_nodes" / "moored-nodes").symlink_to(pack)
+        for other in others:
+            (base / "custom_nodes" / other.name).symlink_to(other)
         self.base = base
         self._directory, self._python = directory, python
         self.port = unused_port()
@@ -66,6 +73,7 @@ class RealComfyUI:
                 cwd=directory,
                 env=environment | {"PYTHONPATH": str(client), "PYTHONDONTWRITEBYTECODE": "1"},
             )
+        self.process_id = self._process.pid
         self._wait()
 
     # What a frontend does.
@@ -87,6 +95,10 @@ class RealComfyUI:
     def free(self) -> None:
         """The button that frees memory and cache."""
         self.post("/free", {"unload_models": True, "free_memory": True})
+
+    def set(self, **settings: Any) -> None:
+        """Changes settings of the pack, without the `moored.` before them."""
+        self.post("/settings", {f"moored.{name}": value for name, value in settings.items()})
 
     def upload(self, name: str, image: Image.Image) -> str:
         """Brings a picture that LoadImage can load."""
@@ -244,9 +256,10 @@ def unused_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def started(pack: Path, client: Path, base: Path) -> RealComfyUI | None:
+def started(pack: Path, client: Path, base: Path, *others: Path) -> RealComfyUI | None:
     """The ComfyUI of COMFYUI_DIR and COMFYUI_PYTHON; None where they are not set."""
     directory, python = os.environ.get("COMFYUI_DIR"), os.environ.get("COMFYUI_PYTHON")
     if not directory:
         return None
-    return RealComfyUI(Path(directory), Path(python or sys.executable), pack, client, base)
+    python_file = Path(python or sys.executable)
+    return RealComfyUI(Path(directory), python_file, pack, client, base, *others)

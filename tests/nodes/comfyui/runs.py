@@ -73,7 +73,7 @@ class Run:
     def succeeded(self) -> Run:
         """Waits for its end, which is a good one."""
         self.done()
-        assert (self.status, self.error) == ("success", "")
+        assert (self.status, self.error) == ("success", ""), self.texts()
         return self
 
     def texts(self, node: str | None = None) -> list[str]:

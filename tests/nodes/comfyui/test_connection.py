@@ -399,4 +399,4 @@ def test_loading_the_pack_opens_no_connection_and_imports_no_torch() -> None:
         env={"PYTHONPATH": f"{CLIENT}:{HERE / 'standin'}", "MOORED_ENDPOINT": "192.0.2.1:9"},
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [20, False, ["MainThread"]]
+    assert json.loads(done.stdout) == [22, False, ["MainThread"]]

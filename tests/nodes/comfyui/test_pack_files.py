@@ -157,7 +157,7 @@ def test_a_language_has_every_text(language: str) -> None:
     settings = load(LOCALES / language / "settings.json")
     script = (PACK / "web/moored.js").read_text(encoding="utf-8")
     ids = re.findall(r'id: "(moored\.\w+)"', script)
-    assert len(ids) == 3
+    assert len(ids) == 4
     assert settings.keys() == {each.replace(".", "_") for each in ids}
     assert all(one.keys() == {"name", "tooltip"} for one in settings.values())
     for name in ("main.json", "nodeDefs.json", "settings.json"):

@@ -126,3 +126,13 @@ def test_the_list_of_a_node_that_is_html_has_the_models_too(page: Page) -> None:
         page.wait_for_function(f"{model} === 'moored/demo'")
     finally:
         page.evaluate("app.extensionManager.setting.set('Comfy.VueNodes.Enabled', false)")
+
+
+SETTING = """() => {
+    const id = "moored.unload_own_models";
+    return [app.extensionManager.setting.get(id), app.ui.settings.settingsLookup?.[id]?.type];
+}"""
+
+
+def test_comfyui_unloads_its_models_for_jobs_by_default(page: Page) -> None:
+    assert page.evaluate(SETTING) == [True, "boolean"]

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from behaviour import *  # noqa: F403
 from behaviour import DEADLINE_S, Serve, film_model, shown
-from conftest import HERE, PACK
+from conftest import HERE, OWN_MODEL, PACK
 from prompts import RED, Graph
+from sharing import *  # noqa: F403
 from standin.executor import StandIn
 from waiting import until
 
@@ -24,7 +25,7 @@ def comfyui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
     folder = tmp_path_factory.mktemp("standin")
     linked = folder / "pack.of-nodes"
     linked.symlink_to(PACK)
-    standin = StandIn(linked, folder)
+    standin = StandIn(linked, folder, OWN_MODEL)
     yield standin
     standin.stop()
 

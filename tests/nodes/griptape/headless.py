@@ -42,6 +42,8 @@ def clean_environment(home: Path) -> None:
     os.environ |= {
         "PATH": f"{sys.base_prefix}/bin{os.pathsep}{os.environ['PATH']}",
         "GTN_MCP_SERVER_PORT": "0",
+        # Its usual 10 is for libraries with torch; this one's environment has a few MB.
+        "GTN_CONFIG_MINIMUM_DISK_SPACE_GB_LIBRARIES": "0.5",
         "UV_CACHE_DIR": str(cache),
         "UV_PYTHON_DOWNLOADS": "never",
         "UV_SYSTEM_CERTS": "1",

@@ -12,6 +12,8 @@ import gc
 import importlib.util
 import inspect
 import itertools
+import json
+import os
 import queue
 import sys
 import threading
@@ -35,16 +37,21 @@ Prompt = dict[str, dict[str, Any]]
 
 
 class StandIn:
-    """A ComfyUI that is none, with one pack."""
+    """A ComfyUI that is none, with the pack, and others beside it."""
 
-    def __init__(self, pack: Path, folder: Path) -> None:
+    process_id = os.getpid()
+
+    def __init__(self, pack: Path, folder: Path, *others: Path) -> None:
         self.folder = folder
         if not folder_paths.get_user_directory():
             folder_paths.set_user_directory(str(folder / "user"))
         self.server = PromptServer()
         self.server.send = self._send
         PromptServer.instance = self.server
-        self.nodes = CORE | asyncio.run(_loaded(pack))
+        self._of_pack = asyncio.run(_loaded(pack))
+        self.nodes = CORE | self._of_pack
+        for other in others:
+            self.nodes |= asyncio.run(_loaded(other))
         self.cache: dict[Any, tuple[Any, ...]] = {}
         self._runs: list[Run] = []
         self._running: Run | None = None
@@ -72,6 +79,13 @@ class StandIn:
         self.cache.clear()
         gc.collect()
 
+    def set(self, **settings: Any) -> None:
+        """Changes settings of the pack, without the `moored.` before them."""
+        file = Path(folder_paths.get_user_directory()) / "default" / "comfy.settings.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        named = {f"moored.{name}": value for name, value in settings.items()}
+        file.write_text(json.dumps(named), encoding="utf-8")
+
     def upload(self, name: str, image: Image.Image) -> str:
         """Brings a picture that LoadImage can load."""
         image.save(self.folder / name)
@@ -79,8 +93,8 @@ class StandIn:
 
     def object_info(self) -> dict[str, Any]:
         """The nodes of the pack, as ComfyUI shows them."""
-        packs = (node for name, node in self.nodes.items() if name not in CORE)
-        return {schema.node_id: schema.info() for schema in (n.define_schema() for n in packs)}
+        schemas = (node.define_schema() for node in self._of_pack.values())
+        return {schema.node_id: schema.info() for schema in schemas}
 
     def stop(self) -> None:
         """Ends the thread."""

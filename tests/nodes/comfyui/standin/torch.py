@@ -1,4 +1,4 @@
-"""Stand-in: as much of torch's tensor as passes between the pack and ComfyUI, over numpy."""
+"""Stand-in: as much of torch's tensor as passes between the pack and ComfyUI, over numpy; and a layer."""
 
 from __future__ import annotations
 
@@ -52,3 +52,18 @@ def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
 def cat(tensors: list[Tensor]) -> Tensor:
     """Tensors one after another."""
     return Tensor(np.concatenate([tensor.numpy() for tensor in tensors]))
+
+
+class nn:
+    """Layers."""
+
+    class Linear:
+        """A layer without weights."""
+
+        def __init__(self, in_features: int, out_features: int) -> None:
+            pass
+
+
+def device(name: str) -> str:
+    """A device."""
+    return name

@@ -1,10 +1,15 @@
-"""Stand-in: the interrupt flag of ComfyUI. Whoever raises for it clears it."""
+"""Stand-in: the interrupt flag of ComfyUI, and the models that it has loaded.
+
+Whoever raises for the flag clears it.
+"""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 _flag = threading.Event()
+_loaded: list[Any] = []
 
 
 class InterruptProcessingException(BaseException):
@@ -29,3 +34,26 @@ def throw_exception_if_processing_interrupted() -> None:
     if _flag.is_set():
         _flag.clear()
         raise InterruptProcessingException
+
+
+def load_models_gpu(models: list[Any]) -> None:
+    """Loads models, those that are not loaded."""
+    for model in models:
+        if model not in _loaded:
+            _loaded.append(model)
+            model.load(model.load_device)
+
+
+def loaded_models() -> list[Any]:
+    """The models that are loaded."""
+    return list(_loaded)
+
+
+def unload_all_models() -> None:
+    """Unloads them."""
+    while _loaded:
+        _loaded.pop().detach()
+
+
+def soft_empty_cache() -> None:
+    """Gives the memory back that torch keeps for its next use; here it keeps none."""

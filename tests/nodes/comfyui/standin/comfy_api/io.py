@@ -80,6 +80,48 @@ Combo = _type(
 )
 
 
+class MatchType:
+    """Any type: an output has that of what is linked to the input of the same template."""
+
+    io_type = "COMFY_MATCHTYPE_V3"
+
+    class Template:
+        """What they have in common."""
+
+        def __init__(self, template_id: str) -> None:
+            self.template_id = template_id
+
+        def as_dict(self) -> dict[str, str]:
+            """As `/object_info` shows it."""
+            return {"template_id": self.template_id, "allowed_types": "*"}
+
+    class Input(Input):
+        """An input of any type."""
+
+        io_type = "COMFY_MATCHTYPE_V3"
+
+        def __init__(
+            self, id: str, template: MatchType.Template, optional: bool = False, **options: Any
+        ) -> None:
+            super().__init__(id, optional, **options)
+            self.options["template"] = template.as_dict()
+
+    class Output(Output):
+        """An output of the type of that input."""
+
+        io_type = "COMFY_MATCHTYPE_V3"
+
+        def __init__(
+            self,
+            template: MatchType.Template,
+            id: str | None = None,
+            display_name: str | None = None,
+            tooltip: str | None = None,
+        ) -> None:
+            super().__init__(id, display_name, tooltip)
+            self.template = template
+
+
 class Hidden(str, Enum):
     """What a node may ask for besides its inputs."""
 
@@ -120,6 +162,10 @@ class Schema:
             group[one.id] = [one.io_type, one.options]
         if self.hidden:
             groups["hidden"] = {one.name: [one.value] for one in self.hidden}
+        matched = [
+            one.template.template_id if isinstance(one, MatchType.Output) else None
+            for one in self.outputs
+        ]
         return {
             "input": groups,
             "input_order": {group: list(names) for group, names in groups.items()},
@@ -128,7 +174,7 @@ class Schema:
             "output_is_list": [False] * len(self.outputs),
             "output_name": [one.display_name or one.io_type for one in self.outputs],
             "output_tooltips": [one.tooltip for one in self.outputs],
-            "output_matchtypes": None,
+            "output_matchtypes": matched if any(matched) else None,
             "name": self.node_id,
             "display_name": self.display_name,
             "description": self.description,
