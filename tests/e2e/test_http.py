@@ -170,7 +170,7 @@ def test_models_are_listed(ai: openai.OpenAI) -> None:
     ("asked", "field"),
     [
         ({"size": "large"}, "size"),
-        ({"size": "17x16"}, "width"),
+        ({"size": "17x16"}, "size"),
         ({"n": 0}, "n"),
         ({"n": 65}, "n"),
         ({"stream": True, "partial_images": 9}, "partial_images"),
@@ -225,7 +225,10 @@ def test_tokens_and_roles_hold_over_http(simulate: Simulate, tmp_path: Path) -> 
     assert client_of(service, alice).videos.download_content(film.id).read()
     with pytest.raises(openai.NotFoundError):
         client_of(service, bob).videos.download_content(film.id)
-    assert client_of(service, bob).videos.delete(film.id).deleted is False
+    with pytest.raises(openai.NotFoundError):
+        client_of(service, bob).videos.delete(film.id)
+    assert not list(client_of(service, bob).videos.list())
+    assert [one.id for one in client_of(service, alice).videos.list()] == [film.id]
     # Health needs no token, as load balancers have none.
     assert get(service, "/livez") == (200, "ok\n")
     assert get(service, "/readyz") == (200, "ok\n")

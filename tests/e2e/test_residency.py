@@ -433,6 +433,18 @@ def test_a_reservation_evicts_and_its_release_frees_memory(simulate: Simulate) -
         assert_at_rest(client)
 
 
+def test_a_reservation_whose_caller_has_left_is_given_back(simulate: Simulate) -> None:
+    with simulate("sim:40GiB").client() as client:
+        with client.stream_image("runs", model="slow", steps=40) as stream:
+            next(event for event in stream if isinstance(event, moored.Step))
+            with pytest.raises(moored.Deadline):
+                client.reserve(8 * GIB, label="gone", timeout=0.3)  # it waits for the stage
+            stream.cancel()
+        with client.reserve(GIB, label="here"):  # after the other
+            card = until(client, lambda card: bool(card.reservations))
+            assert [one.label for one in card.reservations] == ["here"]
+
+
 def test_a_reservation_ends_with_its_time(simulate: Simulate) -> None:
     with simulate("sim:40GiB").client() as client:
         reserved = client.reserve(30 * GIB, ttl_s=3)

@@ -418,6 +418,7 @@ BY_REASON: dict[str, type[MooredError]] = {
     "DISK_NOT_READY": DiskNotReady,
     "NOT_KEPT": NotKept,
     "ROLE_REQUIRED": RoleRequired,
+    "OTHER_SITE": Unauthenticated,  # of browsers alone: a token is what they lack
     "TOKEN_LIMIT": TokenLimit,
 }
 

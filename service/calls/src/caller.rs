@@ -44,6 +44,8 @@ pub struct Caller {
     address: Option<SocketAddr>,
     deadline: Option<Instant>,
     holder: Option<Arc<Holder>>,
+    /// The trace that its jobs are a part of; empty: none.
+    trace: String,
 }
 
 impl Caller {
@@ -58,7 +60,13 @@ impl Caller {
             address,
             holder,
             deadline: timeout.and_then(|timeout| Instant::now().checked_add(timeout)),
+            trace: String::new(),
         }
+    }
+
+    /// The same caller, whose jobs are a part of this trace: `traceparent` of W3C Trace Context.
+    pub fn in_trace(self, trace: String) -> Caller {
+        Caller { trace, ..self }
     }
 
     /// The same caller, whose jobs have no deadline.
@@ -167,6 +175,7 @@ impl Caller {
             idempotency_key: options.idempotency_key,
             detach: options.detach,
             deadline: self.deadline,
+            trace: self.trace.clone(),
         })
     }
 }
@@ -189,6 +198,7 @@ impl Caller {
             address: address.map(|address| address.parse().unwrap()),
             deadline: None,
             holder: None,
+            trace: String::new(),
         }
     }
 }

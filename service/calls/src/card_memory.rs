@@ -12,6 +12,7 @@ use futures::Stream;
 use gpu::CardDescription;
 use model::{Preset, Quantization, Request};
 use residency::{Bytes, Component, Policy};
+use tokio::sync::oneshot::error::TryRecvError;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use turns::Turns;
@@ -506,6 +507,8 @@ impl CardMemory {
         let process = (request.process_id > 0).then(|| process_for(caller, request.process_id));
         let process = process.transpose()?;
         let (residency, owner) = (self.clone(), caller.account());
+        // Dropped with this call: then nobody learns of a new reservation.
+        let (_here, mut left) = tokio::sync::oneshot::channel::<()>();
         to_its_end(async move {
             let reservations = &residency.bounds.reservations;
             let key = match &renewed {
@@ -526,6 +529,10 @@ impl CardMemory {
                 Some(id) => queue.renew_reservation(id, request.bytes, ttl).await?,
             };
             claim.granted(&reserved.id);
+            if renewed.is_none() && left.try_recv() == Err(TryRecvError::Closed) {
+                residency.release_reservation(&reserved.id).await;
+                return Ok(reserved);
+            }
             if let Some(process) = process {
                 residency.release_with(process, reserved.id.clone());
             }

@@ -74,6 +74,21 @@ impl Jobs {
         jobs
     }
 
+    /// As [`Jobs::list`], those whose results the caller may have: its own, and everybody's where there are no tokens.
+    pub async fn list_within(&self, include_ended: bool, caller: &Caller) -> Vec<ListedJob> {
+        let reach = caller.reach();
+        let mut jobs = self.list(include_ended).await;
+        jobs.retain(|job| reach.has(&job.info.account));
+        jobs
+    }
+
+    /// The caller's own jobs that have not ended.
+    pub async fn own(&self, caller: &Caller) -> Vec<JobInfo> {
+        let account = caller.account();
+        let jobs = self.list(false).await.into_iter().map(|job| job.info);
+        jobs.filter(|info| info.account == account).collect()
+    }
+
     /// Cancels a job; `release_latents` also drops the latents that it has kept. False if the job had ended.
     ///
     /// # Errors

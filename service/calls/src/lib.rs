@@ -25,6 +25,7 @@ mod kept;
 mod latent_upload;
 mod log_interval;
 mod media_store;
+mod metrics;
 #[allow(clippy::disallowed_methods)] // it looks through folders: its callers run it on threads that may block
 pub mod models;
 mod other_process;
@@ -77,6 +78,7 @@ pub use latent_upload::{LatentDescription, LatentUpload};
 pub use log_interval::LogInterval;
 use media_store::MediaStore;
 pub use media_store::{KeptMedia, MediaDescription, MediaUpload};
+pub use metrics::Metrics;
 pub use models::Models;
 pub use playback::{Gap, Rendered, SegmentStart};
 pub use pulls::{PullEvent, Pulling};
@@ -108,6 +110,8 @@ pub struct Parts {
     /// What outlives the service.
     pub journal: Journal,
     pub keep: KeepSettings,
+    /// What the service counts of itself; also an observer of its queue.
+    pub metrics: Arc<Metrics>,
     /// True once the service is shutting down: endless streams end then.
     pub stopping: watch::Receiver<bool>,
 }
@@ -121,6 +125,7 @@ pub struct Service {
     pub pulling: Pulling,
     /// Bytes of requests under way: the protocol servers count those that arrive.
     pub uploads: Arc<Budget>,
+    pub metrics: Arc<Metrics>,
     /// True once the service is shutting down.
     pub stopping: watch::Receiver<bool>,
 }
@@ -157,6 +162,7 @@ impl Service {
         let uploads = parts.bounds.uploads.clone();
         Ok(Service {
             uploads,
+            metrics: parts.metrics,
             card_memory: CardMemory::new(
                 generation.clone(),
                 parts.bounds,

@@ -178,6 +178,8 @@ pub(super) enum Command {
         /// Its id, as `moored jobs` lists it
         job: String,
     },
+    /// Give an agent the tools of the service: the Model Context Protocol over standard input and output
+    Mcp,
     /// Make, list and withdraw tokens of the service of this machine, and keep tokens of other services
     Token(token::Token),
     /// Show the configuration in force, and where each value comes from
@@ -223,6 +225,7 @@ impl Command {
             | Command::Release(_)
             | Command::Recycle(_)
             | Command::Jobs { .. }
+            | Command::Mcp
             | Command::Fetch { .. }
             | Command::Cancel { .. } => Some(&["client"]),
             Command::Models { .. } => Some(&["client", "hub", "models", "cards"]),

@@ -1,6 +1,7 @@
 //! The connection to a running service, and its errors with remedies.
 
 use std::fmt;
+use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -16,10 +17,14 @@ use api::v1::server_client::ServerClient;
 use config::bounded;
 use config::{Address, ClientSettings};
 use prost::Message as _;
+use tonic::body::Body;
+use tonic::codegen::Service as _;
+use tonic::codegen::http::header::AUTHORIZATION;
+use tonic::codegen::http::{HeaderValue, Request as HttpRequest, Response};
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
-use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Code, Request, Status};
 use tonic_health::pb::health_client::HealthClient;
 use tonic_types::pb;
@@ -38,6 +43,9 @@ pub(super) type Wire = InterceptedService<Answers, Credentials>;
 #[derive(Clone)]
 pub(super) struct Connection {
     wire: Wire,
+    channel: Channel,
+    /// Value of `authorization`.
+    header: Option<HeaderValue>,
 }
 
 /// Adds the token to every call.
@@ -135,9 +143,32 @@ impl Connection {
         address
             .url
             .clone_into(&mut CONNECTED.lock().unwrap_or_else(PoisonError::into_inner));
+        let own = header
+            .as_ref()
+            .and_then(|header| HeaderValue::from_bytes(header.as_bytes()).ok());
         Ok(Connection {
-            wire: InterceptedService::new(Answers::of(channel), Credentials { header }),
+            wire: InterceptedService::new(Answers::of(channel.clone()), Credentials { header }),
+            channel,
+            header: own,
         })
+    }
+
+    /// Sends a request that is none of gRPC's, with the token.
+    ///
+    /// # Errors
+    /// Those of the connection.
+    pub(super) async fn http(&self, mut request: HttpRequest<Body>) -> Result<Response<Body>, CliError> {
+        if let Some(header) = &self.header {
+            request.headers_mut().insert(AUTHORIZATION, header.clone());
+        }
+        let mut channel = self.channel.clone();
+        let failed = |problem: tonic::transport::Error| {
+            WireError::of(&problem, &endpoint()).map_or_else(cut, CliError::Wire)
+        };
+        poll_fn(|context| channel.poll_ready(context))
+            .await
+            .map_err(failed)?;
+        channel.call(request).await.map_err(failed)
     }
 
     pub(super) fn generation(&self) -> GenerationClient<Wire> {
@@ -368,6 +399,7 @@ impl Refusal {
             v1::Reason::Unspecified
             | v1::Reason::Cancelled
             | v1::Reason::RoleRequired
+            | v1::Reason::OtherSite
             | v1::Reason::PullFailed
             | v1::Reason::InvalidRequest
             | v1::Reason::ModelDamaged

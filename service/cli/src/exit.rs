@@ -81,7 +81,7 @@ impl Exit {
                 Exit::Model
             }
             Reason::NeverFits => Exit::DoesNotFit,
-            Reason::Unauthenticated | Reason::RoleRequired => Exit::Token,
+            Reason::Unauthenticated | Reason::RoleRequired | Reason::OtherSite => Exit::Token,
             Reason::DiskFull => Exit::File,
             Reason::Cancelled => Exit::Cancelled,
             Reason::Unspecified

@@ -16,6 +16,7 @@ mod generate;
 mod init;
 mod interrupt;
 mod local;
+mod mcp;
 mod models;
 mod names;
 mod picture;
@@ -245,6 +246,7 @@ async fn ask(
         Command::Jobs { all } => residency::jobs(client, all, json).await,
         Command::Fetch { job, output } => fetch::run(client, job, &output, json).await,
         Command::Cancel { job } => residency::cancel(client, job, json).await,
+        Command::Mcp => mcp::run(client).await,
         Command::Token(options) => token::run(config, options, json),
         Command::Serve(_)
         | Command::Run(_)

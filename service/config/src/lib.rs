@@ -305,6 +305,8 @@ pub struct LogSettings {
     /// `None`: the default of the command.
     pub filter: Option<String>,
     pub json: bool,
+    /// Address of a collector of traces.
+    pub otlp: Option<String>,
 }
 
 /// Settings from flags: (setting, value) pairs such as (`service.listen`, "127.0.0.1:0"); `None` for one that was named without a value.

@@ -279,7 +279,16 @@ impl LogSettings {
         LogSettings {
             filter: Some(r.checked_text("log.filter", check_filter)).filter(|filter| !filter.is_empty()),
             json: r.choice("log.format", &[("text", false), ("json", true)]),
+            otlp: Some(r.checked_text("log.otlp", check_collector)).filter(|address| !address.is_empty()),
         }
+    }
+}
+
+/// An address of a collector, or none.
+fn check_collector(address: &str) -> Result<(), String> {
+    match address.is_empty() {
+        true => Ok(()),
+        false => Address::of(address).map(|_| ()),
     }
 }
 

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
-use model::{Piece, Request, Role, Section, ValueShape, Values};
+use model::{Medium, Piece, Request, Role, Section, ValueShape, Values};
 use residency::{Bytes, Component, Holder, MemorySummary};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
@@ -65,6 +65,9 @@ pub struct JobOptions {
     /// Deadline of the job; if several clients join it, the latest counts. It is serialized as a time of the wall clock.
     #[serde(with = "wall_clock")]
     pub deadline: Option<Instant>,
+    /// The client's trace that it is a part of: `traceparent` of W3C Trace Context; empty: none.
+    #[serde(default)]
+    pub trace: String,
 }
 
 /// Whose jobs, latents and holds a call may use. What is out of its reach is not there for it.
@@ -297,6 +300,37 @@ pub enum JobEventKind {
     Failed(Error),
 }
 
+/// The size of a picture, a film or a track. Zeros where it has none.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct MadeSize {
+    pub width: u32,
+    pub height: u32,
+    pub seconds: f32,
+}
+
+impl JobWork {
+    /// The size of each thing that it makes; `None`: it makes nothing.
+    pub fn makes(&self) -> Option<MadeSize> {
+        let JobWork::Run(run) = self else { return None };
+        Some(match &run.request.medium {
+            Medium::Image(image) => MadeSize {
+                width: image.width,
+                height: image.height,
+                seconds: 0.0,
+            },
+            Medium::Video(film) => MadeSize {
+                width: film.width,
+                height: film.height,
+                seconds: film.frames as f32 / film.frames_per_second.max(f32::MIN_POSITIVE),
+            },
+            Medium::Audio(track) => MadeSize {
+                seconds: track.seconds,
+                ..MadeSize::default()
+            },
+        })
+    }
+}
+
 /// Figures of a finished job.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct JobReport {
@@ -369,7 +403,7 @@ pub struct Latent {
 
 #[cfg(test)]
 mod tests {
-    use model::{Audio, Medium, Quantization};
+    use model::{Audio, Quantization};
 
     use super::*;
 

@@ -1,5 +1,6 @@
 //! The server, and `moored.v1.Server`.
 
+use access::Role;
 use api::v1;
 use api::v1::generation_server::GenerationServer;
 use api::v1::hub_server::HubServer;
@@ -11,7 +12,7 @@ use gpu::CardDescription;
 use residency::Bytes;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
-use transport::Protocol;
+use transport::{Admitted, Method, Needs, Protocol};
 
 use crate::convert::card_kind_out;
 use crate::generation::GenerationService;
@@ -34,7 +35,10 @@ pub struct GrpcSettings {
 
 /// gRPC, as the transport knows it.
 pub static PROTOCOL: Protocol = Protocol {
+    name: "grpc",
     methods: METHODS,
+    // Only to whom all else is allowed it is said that a method does not exist.
+    unknown: Method::new("", Needs::Role(Role::Administer)),
     answer: answer_of,
     has_trailers: true,
 };
@@ -89,8 +93,10 @@ struct ServerService {
 impl Server for ServerService {
     async fn get_server_info(
         &self,
-        _request: Request<v1::GetServerInfoRequest>,
+        request: Request<v1::GetServerInfoRequest>,
     ) -> Result<Response<v1::ServerInfo>, Status> {
+        let admitted = request.extensions().get::<Admitted>();
+        let holder = admitted.and_then(|admitted| admitted.holder.as_deref());
         let capability = |card: &CardDescription| match card.compute_capability {
             Some((major, minor)) => format!("{major}.{minor}"),
             None => String::new(),
@@ -119,6 +125,8 @@ impl Server for ServerService {
             default_model,
             families: self.settings.families.clone(),
             max_message_bytes: self.settings.max_message.0,
+            account: holder.map_or_else(String::new, |holder| holder.name.clone()),
+            role: holder.map_or(Role::Administer, |holder| holder.role).to_string(),
         }))
     }
 }

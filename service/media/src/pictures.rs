@@ -5,7 +5,9 @@ mod encode;
 mod exif;
 mod recipe_text;
 
-pub use decode::{PictureError, Pixels, decode, decode_mask, mask_of_transparency, media_type, size_of};
+pub use decode::{
+    PictureError, Pixels, decode, decode_mask, inverted_mask, mask_of_transparency, media_type, size_of,
+};
 pub use encode::{PictureFormat, animated_png, encode_as, png, preview_jpeg};
 pub(crate) use recipe_text::recipe_text;
 

@@ -8,11 +8,11 @@ use std::time::Duration;
 
 use access::{CertificatesError, TokenError};
 use calls::{
-    Bounds, Host, KeepSettings, ModelRef, Models, Parts, Service, WorkerPids, first_card_of, millis,
+    Bounds, Host, KeepSettings, Metrics, ModelRef, Models, Parts, Service, WorkerPids, first_card_of, millis,
 };
 use config::{CardSettings, Config, ConfineWorkers, FileRead, ServiceSettings};
 use engine::library::Library;
-use engine::queue::{CardSignal, CardSlot, Queue, Settings};
+use engine::queue::{CardSignal, CardSlot, Observer, Observers, Queue, Settings};
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, KeepError, KeptFolder, Timeline};
 use grpc::GrpcSettings;
 use hub::{Hub, Pulls};
@@ -34,6 +34,7 @@ use crate::process::confinement::{Confinement, Places, Strictness};
 use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, Caches, EarlyWorker};
 use crate::shutdown::shut_down;
+use crate::telemetry::Traces;
 
 /// How long shutdown waits for a copy of quantized weights that is being written.
 const COPY_LIMIT: Duration = Duration::from_secs(2);
@@ -99,6 +100,9 @@ pub(crate) enum ServeError {
         "the queue has ended, which is a fault of moored: the log says why; start the service again and report it"
     )]
     QueueEnded,
+    /// Traces cannot be sent.
+    #[error("log.otlp cannot be used: {0}")]
+    Traces(opentelemetry_otlp::ExporterBuildError),
     /// The gRPC transport failed.
     #[error(transparent)]
     Transport(#[from] TransportError),
@@ -150,8 +154,20 @@ pub(crate) async fn run(
     };
     let card_tasks = start_card_tasks(&config, &cards, early, &common);
     let is_desktop = cards.iter().any(|(device, _)| device.drives_display());
+    let metrics = Arc::new(Metrics::new());
+    let traces = match &config.log.otlp {
+        Some(address) => Some(Arc::new(Traces::to(address).map_err(ServeError::Traces)?)),
+        None => None,
+    };
+    let traced = traces.clone().map(|traces| traces as Arc<dyn Observer>);
     let queue = start_queue(
         &config,
+        Observers(
+            [metrics.clone() as Arc<dyn Observer>]
+                .into_iter()
+                .chain(traced)
+                .collect(),
+        ),
         policy,
         config.queue.unload_when_idle.after(is_desktop),
         library.clone(),
@@ -179,6 +195,7 @@ pub(crate) async fn run(
             most_bytes: config.queue.results,
             resumed_at_once: config.queue.resumed_at_once,
         },
+        metrics: metrics.clone(),
         stopping: stopping_seen,
     };
     // It reads the journal.
@@ -197,6 +214,8 @@ pub(crate) async fn run(
         gate: Gate::new(tokens),
         tls,
         uploads: service.uploads.clone(),
+        longest_message: config.service.max_message.0,
+        metrics: metrics.clone(),
     };
     let served = Served {
         protocols: Protocols {
@@ -233,6 +252,9 @@ pub(crate) async fn run(
     drop(at_the_end);
     ended?; // workers end with the queue, and connections with the process
     close(card_tasks.tasks, library, serving).await?;
+    if let Some(traces) = traces {
+        let _ = tokio::task::spawn_blocking(move || traces.end()).await; // a panic of it has been logged already
+    }
     tracing::info!("stopped");
     Ok(())
 }
@@ -591,6 +613,7 @@ fn make_device_files() {
 
 fn start_queue(
     config: &Config,
+    observers: Observers,
     policy: Option<Policy>,
     unload_when_idle: Option<Duration>,
     library: Arc<Library>,
@@ -617,6 +640,7 @@ fn start_queue(
         stall_limit: config.queue.stall_limit,
         stall_floor: config.queue.stall_floor,
         cancel_limit: config.queue.cancel_limit,
+        observers,
         ..Settings::default()
     };
     Queue::start(settings, library, slots, received)

@@ -1,5 +1,6 @@
-//! Logs: to standard error, as text or JSON lines, written by a thread.
+//! Logs: to standard error, as text or JSON lines, written by a thread. Traces: to a collector.
 
+mod traces;
 mod writer;
 
 use std::backtrace::{Backtrace, BacktraceStatus};
@@ -13,6 +14,7 @@ use gpu::Timeline;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
 
+pub(crate) use traces::Traces;
 use writer::Lines;
 
 /// How long a process that ends waits until its log is written.

@@ -58,6 +58,18 @@ pub enum WaitCause {
     Reservation,
 }
 
+impl WaitCause {
+    /// Public name: `late_eviction`, `leases`, `foreign`, `reservation`.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            WaitCause::LateEviction => "late_eviction",
+            WaitCause::Leases => "leases",
+            WaitCause::Foreign => "foreign",
+            WaitCause::Reservation => "reservation",
+        }
+    }
+}
+
 /// The planner's decision.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -1,5 +1,6 @@
 //! Access control: a layer that checks the token of a call before any other layer sees the call.
 
+use std::borrow::Cow;
 use std::convert::Infallible;
 use std::future::{Ready, ready};
 use std::sync::{Arc, Mutex};
@@ -7,15 +8,18 @@ use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime};
 
 use access::{Holder, Role, TokenHash, Tokens};
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
 use calls::{Client, LogInterval, Who};
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, Either};
 use tokio::sync::watch;
 use tonic::body::Body;
 use tonic::codegen::Service;
-use tonic::codegen::http::header::AUTHORIZATION;
-use tonic::codegen::http::{HeaderMap, Request, Response};
+use tonic::codegen::http::header::{AUTHORIZATION, WWW_AUTHENTICATE};
+use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 
+use crate::browsers::refuse_other_sites;
 use crate::limits::{client_of, lock};
 use crate::methods::{Admitted, Method, Needs};
 use crate::protocol::{Protocol, Protocols};
@@ -71,7 +75,7 @@ impl Gate {
             return Ok(None);
         }
         let sent = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
-        match sent.and_then(bearer).map(TokenHash::of) {
+        match sent.and_then(token_of).map(|token| TokenHash::of(&token)) {
             Some(hash) => {
                 let holder = tokens.holder_by(&hash, SystemTime::now())?;
                 Ok(Some(Shown { hash, holder }))
@@ -124,10 +128,7 @@ pub fn check_role(what: &str, needed: Role, holder: &Holder) -> Result<(), Refus
 fn check_method(method: &Method, holder: &Holder) -> Result<(), Refusal> {
     match method.needs {
         Needs::Nothing => Ok(()),
-        Needs::Role(needed) => {
-            let call = method.path.rsplit('/').next().unwrap_or_default();
-            check_role(call, needed, holder)
-        }
+        Needs::Role(needed) => check_role(method.words(), needed, holder),
     }
 }
 
@@ -171,16 +172,27 @@ where
             Ok(Some(shown)) => check_method(method, &shown.holder).err(),
             _ => None,
         };
+        // What is public says nothing of anybody, and starts nothing.
+        let has_token = matches!(checked, Ok(Some(_))) || method.needs == Needs::Nothing;
+        let is_grpc = self.protocols.is_grpc(&request);
+        let refused = refused.or_else(|| refuse_other_sites(&request, is_grpc, has_token).err());
         if let Some(refusal) = refused {
             self.gate.log_refusal(client_of(&request), &refusal.to_string());
-            return Either::Left(ready(Ok((protocol.answer)(refusal))));
+            let mut response = (protocol.answer)(refusal);
+            if method.asks_basic && response.status() == StatusCode::UNAUTHORIZED {
+                let basic = HeaderValue::from_static("Basic realm=\"moored\"");
+                response.headers_mut().append(WWW_AUTHENTICATE, basic);
+            }
+            return Either::Left(ready(Ok(response)));
         }
         let (is_known, shown) = (checked.is_ok(), checked.ok().flatten());
-        request.extensions_mut().insert(Admitted {
+        let admitted = Admitted {
             method,
             is_known,
             holder: shown.as_ref().map(|shown| shown.holder.clone()),
-        });
+            trace: trace_of(request.headers()),
+        };
+        request.extensions_mut().insert(admitted);
         let answered = self.inner.call(request);
         Either::Right(match shown {
             None => Either::Left(answered),
@@ -209,12 +221,28 @@ async fn guarded(
     }
 }
 
-/// The token of a header. The scheme before it is case-insensitive (RFC 9110, 11.1).
-fn bearer(header: &str) -> Option<&str> {
-    let (scheme, token) = header.split_once(' ')?;
-    scheme
-        .eq_ignore_ascii_case("bearer")
-        .then(|| token.trim_start_matches(' '))
+/// The trace of a call: 55 characters of the first version of `traceparent` (W3C Trace Context, 3.2).
+fn trace_of(headers: &HeaderMap) -> Option<String> {
+    let given = headers.get("traceparent")?.to_str().ok()?;
+    let is_one = given.len() == 55
+        && given.starts_with("00-")
+        && given.chars().all(|c| matches!(c, '0'..='9' | 'a'..='f' | '-'));
+    is_one.then(|| given.to_owned())
+}
+
+/// The token of a header: after `Bearer`, or as the password of `Basic`, which is all that some clients of pictures can send. The scheme
+/// is case-insensitive (RFC 9110, 11.1).
+fn token_of(header: &str) -> Option<Cow<'_, str>> {
+    let (scheme, rest) = header.split_once(' ')?;
+    let rest = rest.trim_matches(' ');
+    if scheme.eq_ignore_ascii_case("bearer") {
+        return Some(rest.into());
+    }
+    if !scheme.eq_ignore_ascii_case("basic") {
+        return None;
+    }
+    let pair = String::from_utf8(BASE64_STANDARD.decode(rest).ok()?).ok()?;
+    Some(pair.split_once(':')?.1.to_owned().into())
 }
 
 #[cfg(test)]
@@ -240,9 +268,12 @@ mod tests {
         assert!(passes(&set, Some("Bearer 0123456789abcdef")));
         assert!(passes(&set, Some("bearer 0123456789abcdef")));
         assert!(passes(&set, Some("BEARER  0123456789abcdef")));
+        assert!(passes(&set, Some("Basic YW55Ym9keTowMTIzNDU2Nzg5YWJjZGVm")));
         for wrong in [
             None,
             Some("Basic 0123456789abcdef"),
+            Some("Basic MDEyMzQ1Njc4OWFiY2RlZg=="), // without a colon
+            Some("Basic MDEyMzQ1Njc4OWFiY2RlZjo="), // as the name
             Some("Bearer0123456789abcdef"),
             Some("Bearer 0123456789abcdeX"),
             Some("Bearer "),

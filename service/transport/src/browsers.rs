@@ -3,37 +3,40 @@
 
 use std::net::IpAddr;
 
-use axum::extract::Request;
-use axum::middleware::Next;
-use axum::response::{IntoResponse as _, Response};
-use http::HeaderMap;
-use http::header::{HOST, ORIGIN};
-use http::uri::Authority;
-use transport::{Admitted, Needs};
+use tonic::codegen::http::header::{HOST, ORIGIN};
+use tonic::codegen::http::uri::Authority;
+use tonic::codegen::http::{HeaderMap, Request};
 
-use crate::errors::Failure;
+use crate::protocol::is_from_page;
+use crate::refusal::Refusal;
 
 /// Ends of names that no public domain has.
 const LOCAL: [&str; 5] = [".localhost", ".local", ".internal", ".lan", ".home.arpa"];
 
-/// Passes requests on that no page of another site has sent.
-pub(crate) async fn refuse_other_sites(request: Request, next: Next) -> Response {
-    // What is public says nothing of anybody, and starts nothing.
-    let has_token = request
-        .extensions()
-        .get::<Admitted>()
-        .is_some_and(|admitted| admitted.holder.is_some() || admitted.method.needs == Needs::Nothing);
+/// Refuses a request that a page of another site may have sent. `has_token`: it carries a token that counts, or needs none.
+///
+/// # Errors
+/// [`Refusal::OtherSite`].
+pub(crate) fn refuse_other_sites<B>(
+    request: &Request<B>,
+    is_grpc: bool,
+    has_token: bool,
+) -> Result<(), Refusal> {
+    // Browsers speak HTTP/2 only in TLS, where a certificate says whose address it is.
+    if is_grpc && !is_from_page(request) {
+        return Ok(());
+    }
     // HTTP/2 has it in the address.
     let authority = request.uri().authority().map(|authority| authority.as_str());
-    match check(authority, request.headers(), has_token) {
-        Ok(()) => next.run(request).await,
-        Err(why) => Failure::other_site(why).into_response(),
-    }
+    check(authority, request.headers(), has_token).map_err(Refusal::OtherSite)
 }
 
 /// # Errors
 /// Why a request is refused.
 fn check(authority: Option<&str>, headers: &HeaderMap, has_token: bool) -> Result<(), &'static str> {
+    if headers.get_all(HOST).iter().count() > 1 {
+        return Err("this request names two hosts: send one");
+    }
     let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or_default());
     let host = authority.or_else(|| text(HOST)).unwrap_or_default();
     // Browsers send it with all requests that change something, and with those that pages send to other sites.

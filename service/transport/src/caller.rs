@@ -14,11 +14,15 @@ pub fn caller_within(extensions: &Extensions, timeout: Option<Duration>) -> Call
         .get::<TcpConnectInfo>()
         .and_then(TcpConnectInfo::remote_addr);
     let admitted = extensions.get::<Admitted>();
-    Caller::new(
+    let caller = Caller::new(
         address,
         timeout,
         admitted.and_then(|admitted| admitted.holder.clone()),
-    )
+    );
+    match admitted.and_then(|admitted| admitted.trace.clone()) {
+        Some(trace) => caller.in_trace(trace),
+        None => caller,
+    }
 }
 
 /// The caller of a request without a time limit of its own.

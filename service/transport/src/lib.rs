@@ -4,7 +4,10 @@
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 
 mod access;
+mod browsers;
 mod caller;
+mod counted;
+mod grpc_web;
 mod limits;
 mod methods;
 mod protocol;
@@ -15,6 +18,7 @@ mod withdrawn;
 
 pub use access::{Gate, check_role};
 pub use caller::{caller, caller_within};
+pub use counted::RefusedFor;
 pub use limits::Tls;
 pub use methods::{Admitted, Method, Needs, Requests};
 pub use protocol::{Protocol, Protocols};

@@ -77,6 +77,8 @@ pub struct Method {
     pub is_endless: bool,
     /// The capability that `GetServerInfo` lists for it.
     pub capability: Option<&'static str>,
+    /// Its clients know a name and a password, and send them only where a refusal asks for them.
+    pub asks_basic: bool,
 }
 
 impl Method {
@@ -89,6 +91,7 @@ impl Method {
             is_spare: false,
             is_endless: false,
             capability: None,
+            asks_basic: false,
         }
     }
 
@@ -115,6 +118,13 @@ impl Method {
         }
     }
 
+    pub const fn asks_basic(self) -> Method {
+        Method {
+            asks_basic: true,
+            ..self
+        }
+    }
+
     pub const fn announces(self, capability: &'static str) -> Method {
         Method {
             capability: Some(capability),
@@ -123,11 +133,16 @@ impl Method {
     }
 }
 
-/// A method that does not exist, or has no row. It is refused after the check of the token, and only to whom all else is allowed it is said
-/// that it does not exist.
-pub(crate) const UNKNOWN: Method = Method::new("", Needs::Role(Role::Administer));
-
 impl Method {
+    /// Its name for people: the method of gRPC, the verb and path of HTTP.
+    pub(crate) fn words(&self) -> &'static str {
+        match (self.path.is_empty(), self.path.contains(" /")) {
+            (true, _) => "this call",
+            (false, true) => self.path,
+            (false, false) => self.path.rsplit('/').next().unwrap_or_default(),
+        }
+    }
+
     /// Whether a request with this verb, at this path without its first slash, is one of this method.
     pub(crate) fn is_at(&self, verb: &str, path: &str) -> bool {
         let Some((own_verb, own_path)) = self.path.split_once(" /") else {
@@ -140,6 +155,7 @@ impl Method {
             && loop {
                 match (own.next(), asked.next()) {
                     (None, None) => break true,
+                    (Some(rest), Some(given)) if rest.starts_with("{*") && !given.is_empty() => break true,
                     (Some(part), Some(given))
                         if part == given || (part.starts_with('{') && !given.is_empty()) => {}
                     _ => break false,
@@ -156,6 +172,8 @@ pub struct Admitted {
     pub is_known: bool,
     /// Whose token it carries; `None` where none is needed.
     pub holder: Option<Arc<Holder>>,
+    /// The client's trace: `traceparent` of W3C Trace Context.
+    pub trace: Option<String>,
 }
 
 #[cfg(test)]
@@ -179,6 +197,15 @@ mod tests {
             ("GET", "v1/videos/one/two/content", false),
         ] {
             assert_eq!(content.is_at(verb, path), is_at, "{verb} {path}");
+        }
+        let model = Method::new("GET /v1/models/{*model}", NEEDS);
+        for (path, is_at) in [
+            ("v1/models/one", true),
+            ("v1/models/owner/one", true),
+            ("v1/models/", false),
+            ("v1/models", false),
+        ] {
+            assert_eq!(model.is_at("GET", path), is_at, "{path}");
         }
     }
 }

@@ -3,10 +3,10 @@
 use bytes::Bytes;
 use http_body::Frame;
 use tonic::Status;
-use tonic::codegen::http::Request;
 use tonic::codegen::http::header::CONTENT_TYPE;
+use tonic::codegen::http::{Request, Version};
 
-use crate::methods::{Method, UNKNOWN};
+use crate::methods::Method;
 use crate::refusal::{Answer, Refusal};
 
 /// Beginning of the content type of gRPC's requests.
@@ -15,10 +15,23 @@ const GRPC: &[u8] = b"application/grpc";
 /// A protocol: its methods, and how it refuses calls.
 #[derive(Debug)]
 pub struct Protocol {
+    /// Its name in metrics.
+    pub name: &'static str,
     pub methods: &'static [Method],
+    /// What a request for none of its methods needs. After that it is answered that there is no such method.
+    pub unknown: Method,
     pub answer: Answer,
     /// Whether an answer that has begun may end with headers that say why. Else its connection breaks.
     pub has_trailers: bool,
+}
+
+/// A mark of requests that came by gRPC-Web, the gRPC of pages.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FromPage;
+
+/// Whether it came by gRPC-Web.
+pub(crate) fn is_from_page<B>(request: &Request<B>) -> bool {
+    request.extensions().get::<FromPage>().is_some()
 }
 
 /// The protocols of a service.
@@ -38,10 +51,11 @@ impl Protocols {
         }
     }
 
-    /// Whether it is one of gRPC's.
+    /// Whether it is one of gRPC's, which needs HTTP/2 but for pages.
     pub(crate) fn is_grpc<B>(self, request: &Request<B>) -> bool {
         let given = request.headers().get(CONTENT_TYPE);
-        given.is_some_and(|given| given.as_bytes().starts_with(GRPC))
+        let is_named_so = given.is_some_and(|given| given.as_bytes().starts_with(GRPC));
+        is_named_so && (request.version() == Version::HTTP_2 || is_from_page(request))
     }
 }
 
@@ -57,14 +71,14 @@ impl Protocol {
     }
 
     /// The method that a request calls.
-    pub(crate) fn method<B>(&self, request: &Request<B>) -> &'static Method {
+    pub(crate) fn method<B>(&'static self, request: &Request<B>) -> &'static Method {
         let path = request.uri().path();
         let path = path.strip_prefix('/').unwrap_or(path);
         let verb = request.method().as_str();
         let mut methods = self.methods.iter();
         methods
             .find(|method| method.is_at(verb, path))
-            .unwrap_or(&UNKNOWN)
+            .unwrap_or(&self.unknown)
     }
 }
 
@@ -74,7 +88,9 @@ pub(crate) mod tests {
 
     /// gRPC without methods.
     pub(crate) const GRPC: Protocol = Protocol {
+        name: "grpc",
         methods: &[],
+        unknown: Method::public(""),
         answer: |refusal| Status::from(refusal).into_http(),
         has_trailers: true,
     };

@@ -9,6 +9,9 @@ pub enum Refusal {
     /// The token has a role that may not do this.
     #[error("{0}")]
     RoleRequired(String),
+    /// A page of another site may have had a browser send it.
+    #[error("{0}")]
+    OtherSite(&'static str),
     /// The client has as much as it may, or is too slow.
     #[error("{0}")]
     ClientLimit(String),
@@ -26,6 +29,7 @@ impl Refusal {
         match self {
             Refusal::Unauthenticated(_) => "UNAUTHENTICATED",
             Refusal::RoleRequired(_) => "ROLE_REQUIRED",
+            Refusal::OtherSite(_) => "OTHER_SITE",
             Refusal::ClientLimit(_) | Refusal::TooLarge(_) => "CLIENT_LIMIT",
             Refusal::TooLongMessage { .. } => "INVALID_REQUEST",
         }

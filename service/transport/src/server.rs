@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use calls::Budget;
+use calls::{Budget, Metrics};
 use config::LimitSettings;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -15,6 +15,8 @@ use tonic::service::Routes;
 use tonic::transport::Server as Transport;
 
 use crate::access::{Access, Gate};
+use crate::counted::Counted;
+use crate::grpc_web::WithGrpcWeb;
 use crate::limits::{Limited, Limits, Tls};
 use crate::protocol::Protocols;
 
@@ -36,6 +38,10 @@ pub struct TransportSettings {
     pub tls: Option<Tls>,
     /// Bytes of requests under way.
     pub uploads: Arc<Budget>,
+    /// Bytes of the longest message.
+    pub longest_message: u64,
+    /// Counts calls.
+    pub metrics: Arc<Metrics>,
 }
 
 /// Why the server failed.
@@ -78,7 +84,12 @@ pub async fn serve(
     listener: TcpListener,
     mut stopped: watch::Receiver<bool>,
 ) -> Result<(), TransportError> {
-    let limits = Limits::new(&settings.limits, settings.gate.clone(), settings.uploads);
+    let limits = Limits::new(
+        &settings.limits,
+        settings.gate.clone(),
+        settings.uploads,
+        settings.longest_message,
+    );
     let incoming = limits.accept(listener, settings.tls);
     let protocols = served.protocols;
     let mut transport = Transport::builder();
@@ -93,11 +104,15 @@ pub async fn serve(
         .http2_keepalive_interval(Some(KEEP_ALIVE))
         .http2_keepalive_timeout(Some(KEEP_ALIVE))
         .serve_with_incoming_shutdown(
-            Access::new(
-                Limited::new(served, limits.clone(), protocols),
-                settings.gate,
+            WithGrpcWeb::new(Counted::new(
+                Access::new(
+                    Limited::new(served, limits.clone(), protocols),
+                    settings.gate,
+                    protocols,
+                ),
+                settings.metrics,
                 protocols,
-            ),
+            )),
             incoming,
             async move {
                 let _ = stopped.wait_for(|stopped| *stopped).await; // a dropped sender means the same

@@ -1,5 +1,6 @@
 //! Statuses of gRPC with details, by which also the bodies of requests fail: a message of tonic's fails by a [`Status`].
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use calls::{LONGEST_MESSAGE_CHARACTERS, LONGEST_TEXT_CHARACTERS};
@@ -18,7 +19,7 @@ pub const RETRY_LIMIT: Duration = Duration::from_secs(2);
 
 /// A status with details.
 pub fn with_details(code: Code, message: &str, details: Vec<Any>) -> Status {
-    let message = cut(&one_line(message), LONGEST_MESSAGE_CHARACTERS).into_owned();
+    let message = in_short(message);
     let status = pb::Status {
         code: code as i32,
         message: message.clone(),
@@ -66,6 +67,11 @@ pub fn retry(after: Duration) -> Any {
     any("google.rpc.RetryInfo", &pb::RetryInfo { retry_delay })
 }
 
+/// An error's text for people, on a line of its own, and not longer than such a text may be.
+pub fn in_short(message: &str) -> String {
+    cut(&one_line(message), LONGEST_MESSAGE_CHARACTERS).into_owned()
+}
+
 /// Foreign text in an error: escaped, and cut.
 pub fn shown(text: &str) -> String {
     cut(&one_line(text), LONGEST_TEXT_CHARACTERS).into_owned()
@@ -75,9 +81,11 @@ impl From<Refusal> for Status {
     fn from(refusal: Refusal) -> Status {
         let words = refusal.to_string();
         let info = error_info(refusal.reason(), []);
-        match refusal {
+        let mut status = match &refusal {
             Refusal::Unauthenticated(_) => with_details(Code::Unauthenticated, &words, vec![info]),
-            Refusal::RoleRequired(_) => with_details(Code::PermissionDenied, &words, vec![info]),
+            Refusal::RoleRequired(_) | Refusal::OtherSite(_) => {
+                with_details(Code::PermissionDenied, &words, vec![info])
+            }
             Refusal::ClientLimit(_) => {
                 with_details(Code::ResourceExhausted, &words, vec![info, retry(RETRY_LIMIT)])
             }
@@ -91,6 +99,9 @@ impl From<Refusal> for Status {
                     vec![info, fields],
                 )
             }
-        }
+        };
+        // A body that fails by it is read by other protocols too.
+        status.set_source(Arc::new(refusal));
+        status
     }
 }

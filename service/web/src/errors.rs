@@ -1,23 +1,27 @@
 //! Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`.
 
+use std::error::Error as StdError;
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
-use axum::extract::multipart::MultipartError;
-use axum::extract::rejection::{JsonRejection, QueryRejection};
+use axum::extract::multipart::{MultipartError, MultipartRejection};
+use axum::extract::rejection::{BytesRejection, PathRejection, QueryRejection};
 use axum::response::{IntoResponse, Response};
 use calls::{Kind, invalid, told, words_of};
 use engine::Error;
 use http::StatusCode;
 use http::header::{RETRY_AFTER, WWW_AUTHENTICATE};
 use serde::Serialize;
-use transport::Refusal;
+use transport::{Refusal, RefusedFor, status};
 use utoipa::ToSchema;
 
 /// The body of an error.
 #[derive(Clone, Debug, Serialize, ToSchema)]
 pub(crate) struct ErrorBody {
     pub(crate) error: ErrorWords,
+    /// The message once more, where clients of AUTOMATIC1111's API look for it.
+    pub(crate) detail: String,
 }
 
 /// What went wrong.
@@ -38,6 +42,8 @@ pub(crate) struct ErrorWords {
 pub(crate) struct Failure {
     pub(crate) status: StatusCode,
     pub(crate) words: ErrorWords,
+    /// As errors.proto spells it.
+    reason: &'static str,
     retry_after: Option<Duration>,
 }
 
@@ -47,7 +53,18 @@ impl Failure {
         invalid(field, problem).into()
     }
 
-    fn of(status: StatusCode, code: &str, message: String) -> Failure {
+    /// With the names of fields as this path has them, instead of those of the service's own requests.
+    pub(crate) fn with_fields_named(mut self, names: &[(&str, &str)]) -> Failure {
+        if let Some(field) = &self.words.param
+            && let Some((inner, sent)) = names.iter().find(|(inner, _)| field.starts_with(inner))
+        {
+            self.words.message = self.words.message.replace(inner, sent);
+            self.words.param = Some((*sent).to_owned());
+        }
+        self
+    }
+
+    fn of(status: StatusCode, reason: &'static str, message: String) -> Failure {
         let r#type = match status {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
             status if status.is_server_error() => "server_error",
@@ -56,18 +73,14 @@ impl Failure {
         Failure {
             status,
             words: ErrorWords {
-                message,
+                message: status::in_short(&message),
                 r#type,
                 param: None,
-                code: code.to_ascii_lowercase(),
+                code: reason.to_ascii_lowercase(),
             },
+            reason,
             retry_after: None,
         }
-    }
-
-    /// A request that another site may have had a browser send.
-    pub(crate) fn other_site(why: &str) -> Failure {
-        Failure::of(StatusCode::FORBIDDEN, "OTHER_SITE", why.to_owned())
     }
 
     /// Nothing is at this path.
@@ -111,7 +124,7 @@ impl From<Refusal> for Failure {
     fn from(refusal: Refusal) -> Failure {
         let status = match &refusal {
             Refusal::Unauthenticated(_) => StatusCode::UNAUTHORIZED,
-            Refusal::RoleRequired(_) => StatusCode::FORBIDDEN,
+            Refusal::RoleRequired(_) | Refusal::OtherSite(_) => StatusCode::FORBIDDEN,
             Refusal::ClientLimit(_) => StatusCode::TOO_MANY_REQUESTS,
             Refusal::TooLarge(_) | Refusal::TooLongMessage { .. } => StatusCode::PAYLOAD_TOO_LARGE,
         };
@@ -124,22 +137,55 @@ impl From<Refusal> for Failure {
 }
 
 /// A body that could not be read: too large, broken off, or not of the form that is asked for.
-fn unread(status: StatusCode, message: String) -> Failure {
-    let code = match status {
+pub(crate) fn unread(status: StatusCode, message: String) -> Failure {
+    let reason = match status {
         StatusCode::PAYLOAD_TOO_LARGE => "CLIENT_LIMIT",
         _ => "INVALID_REQUEST",
     };
-    Failure::of(status, code, message)
+    Failure::of(status, reason, message)
 }
 
-impl From<JsonRejection> for Failure {
-    fn from(rejection: JsonRejection) -> Failure {
-        // 422 of a field of another type: clients of this API expect 400.
+/// A body that broke off. Where the transport refused the rest, its reason is among the sources.
+fn broken_off(problem: &(dyn StdError + 'static), status: StatusCode, words: String) -> Failure {
+    let mut next = Some(problem);
+    while let Some(source) = next {
+        next = source.source();
+        if let Some(refusal) = source.downcast_ref::<Arc<Refusal>>() {
+            return Failure::from(Refusal::clone(refusal));
+        }
+        if let Some(refusal) = source.downcast_ref::<Refusal>() {
+            return Failure::from(refusal.clone());
+        }
+    }
+    match status.is_server_error() {
+        true => unread(
+            StatusCode::BAD_REQUEST,
+            "the request broke off: send it again".to_owned(),
+        ),
+        false => unread(status, words),
+    }
+}
+
+impl From<BytesRejection> for Failure {
+    fn from(rejection: BytesRejection) -> Failure {
         let status = match rejection.status() {
-            StatusCode::UNPROCESSABLE_ENTITY => StatusCode::BAD_REQUEST,
-            status => status,
+            StatusCode::PAYLOAD_TOO_LARGE => StatusCode::PAYLOAD_TOO_LARGE,
+            _ => StatusCode::INTERNAL_SERVER_ERROR, // it broke off, whatever axum calls it
         };
-        unread(status, rejection.body_text())
+        broken_off(&rejection, status, rejection.body_text())
+    }
+}
+
+impl From<MultipartError> for Failure {
+    fn from(error: MultipartError) -> Failure {
+        broken_off(&error, error.status(), error.body_text())
+    }
+}
+
+impl From<MultipartRejection> for Failure {
+    fn from(_: MultipartRejection) -> Failure {
+        let problem = "send a form, with the header Content-Type: multipart/form-data and its boundary";
+        unread(StatusCode::UNSUPPORTED_MEDIA_TYPE, problem.to_owned())
     }
 }
 
@@ -149,15 +195,20 @@ impl From<QueryRejection> for Failure {
     }
 }
 
-impl From<MultipartError> for Failure {
-    fn from(error: MultipartError) -> Failure {
-        unread(error.status(), error.body_text())
+impl From<PathRejection> for Failure {
+    fn from(rejection: PathRejection) -> Failure {
+        unread(rejection.status(), rejection.body_text())
     }
 }
 
 impl IntoResponse for Failure {
     fn into_response(self) -> Response {
-        let mut response = (self.status, Json(ErrorBody { error: self.words })).into_response();
+        let body = ErrorBody {
+            detail: self.words.message.clone(),
+            error: self.words,
+        };
+        let mut response = (self.status, Json(body)).into_response();
+        response.extensions_mut().insert(RefusedFor(self.reason));
         let headers = response.headers_mut();
         if let Some(after) = self.retry_after {
             headers.insert(RETRY_AFTER, after.as_secs().max(1).into());

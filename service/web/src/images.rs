@@ -3,22 +3,23 @@
 use std::convert::Infallible;
 
 use axum::Json;
-use axum::extract::rejection::JsonRejection;
-use axum::extract::{Multipart, State};
-use axum::response::sse::{Event as Sent, KeepAlive, Sse};
+use axum::extract::{Request, State};
+use axum::response::sse::{Event as SentEvent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use calls::{Asked, Encoding, Event, EventKind, OfMedium, PictureInput, Service, Started};
 use engine::Error;
 use engine::job::{Call, JobEventKind};
 use futures::{Stream, StreamExt as _};
+use http::StatusCode;
+use http::header::ALLOW;
 use model::{MediaFormat, Sampling};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use utoipa::ToSchema;
 
 use crate::errors::{ErrorBody, Failure};
-use crate::forms::{Form, model_of, size_of};
+use crate::forms::{Form, Sent, lenient, model_of, prompt_of, size_of};
 use crate::results::{Gathered, OutputFormat, base64, gathered, now};
 use crate::routes::Client;
 
@@ -26,6 +27,15 @@ use crate::routes::Client;
 const MOST_PARTIALS: u32 = 3;
 /// Time between previews of which partial pictures are taken.
 const PREVIEW_INTERVAL_MS: u32 = 100;
+/// Fields of the service's own requests, as they are called here.
+const NAMES: [(&str, &str); 6] = [
+    ("init_image", "image"),
+    ("references", "image"),
+    ("count", "n"),
+    ("width", "size"),
+    ("height", "size"),
+    ("model.", "model"),
+];
 /// Most pictures of a request.
 const MOST_PICTURES: u32 = 64;
 
@@ -40,6 +50,7 @@ pub(crate) struct ImageRequest {
     pub(crate) model: Option<String>,
     /// How many pictures.
     #[schema(minimum = 1, maximum = 64)]
+    #[serde(deserialize_with = "lenient")]
     pub(crate) n: Option<u32>,
     /// `1024x1024`, or `auto`: the model's default.
     pub(crate) size: Option<String>,
@@ -47,20 +58,26 @@ pub(crate) struct ImageRequest {
     /// `b64_json`, or `url`, which is a `data:` address.
     pub(crate) response_format: Option<ResponseFormat>,
     /// Answer by server-sent events.
+    #[serde(deserialize_with = "lenient")]
     pub(crate) stream: Option<bool>,
     /// Partial pictures of a stream, 0 to 3.
     #[schema(maximum = 3)]
+    #[serde(deserialize_with = "lenient")]
     pub(crate) partial_images: Option<u32>,
     /// What the picture is led away from; it needs `true_guidance` over 1.
     pub(crate) negative_prompt: Option<String>,
     /// Denoising steps.
+    #[serde(deserialize_with = "lenient")]
     pub(crate) steps: Option<u32>,
+    #[serde(deserialize_with = "lenient")]
     pub(crate) guidance: Option<f32>,
     /// Classifier-free guidance: twice the time for each step.
-    #[serde(alias = "cfg_scale")]
+    #[serde(alias = "cfg_scale", deserialize_with = "lenient")]
     pub(crate) true_guidance: Option<f32>,
+    #[serde(deserialize_with = "lenient")]
     pub(crate) seed: Option<u64>,
     /// Of edits: how strongly to change the picture, over 0 up to 1.
+    #[serde(deserialize_with = "lenient")]
     pub(crate) strength: Option<f32>,
 }
 
@@ -124,7 +141,7 @@ impl ImageRequest {
         Ok(Asked {
             call: Call::GenerateImage,
             model: model_of(self.model.as_deref()),
-            prompt: self.prompt.clone(),
+            prompt: prompt_of(&self.prompt)?,
             width,
             height,
             count,
@@ -156,18 +173,25 @@ impl ImageRequest {
 }
 
 /// Pictures from a prompt.
-#[utoipa::path(post, path = "/v1/images/generations", tag = "images", request_body = ImageRequest,
-    responses((status = 200, body = Images, description = "With `stream`: server-sent events `image_generation.partial_image` and `.completed`."),
+#[utoipa::path(post, path = "/v1/images/generations", tag = "images", operation_id = "generate_images", request_body = ImageRequest,
+    responses((status = 200, description = "With `stream`: server-sent events `image_generation.partial_image` and `.completed`.",
+            content((Images = "application/json"), (String = "text/event-stream"))),
         (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(crate) async fn generate(
     State(service): State<Service>,
     client: Client,
-    request: Result<Json<ImageRequest>, JsonRejection>,
+    Sent(request): Sent<ImageRequest>,
 ) -> Result<Response, Failure> {
-    let Json(request) = request?;
     let asked = request.asked(&client)?;
-    let started = service.generation.generate(asked, &client.caller).await?;
+    let started = service.generation.generate(asked, &client.caller).await;
+    let started = started.map_err(|error| Failure::from(error).with_fields_named(&NAMES))?;
     answer("image_generation", &request, started).await
+}
+
+/// What may be done at this path: some clients ask before they connect.
+#[utoipa::path(options, path = "/v1/images/generations", tag = "images", operation_id = "image_methods", responses((status = 204)))]
+pub(crate) async fn options() -> impl IntoResponse {
+    (StatusCode::NO_CONTENT, [(ALLOW, "POST, OPTIONS")])
 }
 
 /// A form with pictures to edit.
@@ -186,17 +210,18 @@ pub(crate) struct EditForm {
 }
 
 /// Pictures from pictures and a prompt.
-#[utoipa::path(post, path = "/v1/images/edits", tag = "images",
+#[utoipa::path(post, path = "/v1/images/edits", tag = "images", operation_id = "edit_images",
     request_body(content = EditForm, content_type = "multipart/form-data"),
-    responses((status = 200, body = Images, description = "With `stream`: server-sent events `image_edit.partial_image` and `.completed`."),
+    responses((status = 200, description = "With `stream`: server-sent events `image_edit.partial_image` and `.completed`.",
+            content((Images = "application/json"), (String = "text/event-stream"))),
         (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(crate) async fn edit(
     State(service): State<Service>,
     client: Client,
-    form: Multipart,
+    form: Request,
 ) -> Result<Response, Failure> {
-    let mut form = Form::read(form).await?;
-    let request = request_of(&mut form)?;
+    let mut form = Form::read(form, &["image", "mask"]).await?;
+    let request: ImageRequest = form.fields()?;
     let images = form.files("image");
     if images.is_empty() {
         return Err(Failure::field("image", "is missing: send a picture to edit"));
@@ -226,32 +251,12 @@ pub(crate) async fn edit(
         Err(Error::Invalid(fields))
             if !has_mask && fields.iter().any(|wrong| wrong.field.starts_with("references")) =>
         {
-            service.generation.generate(from_first, &client.caller).await?
+            service.generation.generate(from_first, &client.caller).await
         }
-        started => started?,
+        started => started,
     };
+    let started = started.map_err(|error| Failure::from(error).with_fields_named(&NAMES))?;
     answer("image_edit", &request, started).await
-}
-
-fn request_of(form: &mut Form) -> Result<ImageRequest, Failure> {
-    let output_format = form.choice("output_format")?;
-    let response_format = form.choice("response_format")?;
-    Ok(ImageRequest {
-        prompt: form.text("prompt").unwrap_or_default(),
-        model: form.text("model"),
-        n: form.value("n")?,
-        size: form.text("size"),
-        output_format,
-        response_format,
-        stream: form.value("stream")?,
-        partial_images: form.value("partial_images")?,
-        negative_prompt: form.text("negative_prompt"),
-        steps: form.value("steps")?,
-        guidance: form.value("guidance")?,
-        true_guidance: form.value("true_guidance")?,
-        seed: form.value("seed")?,
-        strength: form.value("strength")?,
-    })
 }
 
 fn picture(data: Bytes) -> PictureInput {
@@ -313,7 +318,7 @@ fn streamed(
     format: OutputFormat,
     partials: u32,
     started: Started,
-) -> impl Stream<Item = Result<Sent, Infallible>> + Send {
+) -> impl Stream<Item = Result<SentEvent, Infallible>> + Send {
     let mut events = started.events;
     async_stream::stream! {
         let (mut files, mut shown, mut steps) = (Gathered::default(), 0, 0);
@@ -360,7 +365,7 @@ fn streamed(
                 json!({"type": "error", "error": Failure::from(error).words})
             });
             let name = body.get("type").and_then(Value::as_str).unwrap_or_default().to_owned();
-            yield Ok(Sent::default().event(name).data(body.to_string()));
+            yield Ok(SentEvent::default().event(name).data(body.to_string()));
             if is_over {
                 break;
             }

@@ -2,28 +2,28 @@
 
 use std::time::Duration;
 
-use calls::{ListedJob, Service};
+use calls::{Caller, ListedJob, Service};
 use engine::Error;
 use engine::JobState;
 use engine::job::Call;
 
 use crate::results::now;
 
-/// A job by its id, among those that make films.
+/// A job by its id, among the caller's that make films.
 ///
 /// # Errors
 /// [`Error::JobNotFound`].
-pub(crate) async fn film(service: &Service, id: &str) -> Result<ListedJob, Error> {
-    let found = films(service)
+pub(crate) async fn film(service: &Service, id: &str, caller: &Caller) -> Result<ListedJob, Error> {
+    let found = films(service, caller)
         .await
         .into_iter()
         .find(|job| job.info.id.to_string() == id);
     found.ok_or_else(|| Error::JobNotFound(id.to_owned()))
 }
 
-/// The jobs that make films, the newest last.
-pub(crate) async fn films(service: &Service) -> Vec<ListedJob> {
-    let mut jobs = service.jobs.list(true).await;
+/// The jobs that make films and are the caller's, or anybody's where there are no tokens, the newest last.
+pub(crate) async fn films(service: &Service, caller: &Caller) -> Vec<ListedJob> {
+    let mut jobs = service.jobs.list_within(true, caller).await;
     // Others have ended and are not kept: nothing can be asked of them.
     jobs.retain(|job| job.info.call == Call::GenerateVideo && (job.is_kept || !job.info.state.has_ended()));
     jobs.sort_by_key(created);

@@ -1,6 +1,7 @@
 //! `/v1/models`: the models of the service.
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use calls::{ListedModel, Service};
 use engine::Error;
@@ -54,7 +55,8 @@ fn model_out(listed: ListedModel) -> Option<Model> {
 }
 
 /// Models that can be used.
-#[utoipa::path(get, path = "/v1/models", tag = "models", responses((status = 200, body = Models)))]
+#[utoipa::path(get, path = "/v1/models", tag = "models", operation_id = "list_models",
+    responses((status = 200, body = Models), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(crate) async fn list(State(service): State<Service>, client: Client) -> Result<Json<Models>, Failure> {
     let listing = service.card_memory.list_models(false, &client.caller).await?;
     let data = listing.models.into_iter().filter_map(model_out).collect();
@@ -62,13 +64,14 @@ pub(crate) async fn list(State(service): State<Service>, client: Client) -> Resu
 }
 
 /// One model.
-#[utoipa::path(get, path = "/v1/models/{model}", tag = "models", params(("model" = String, Path)),
-    responses((status = 200, body = Model), (status = 404, body = ErrorBody)))]
+#[utoipa::path(get, path = "/v1/models/{model}", tag = "models", operation_id = "get_model", params(("model" = String, Path)),
+    responses((status = 200, body = Model), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(crate) async fn one(
     State(service): State<Service>,
     client: Client,
-    Path(id): Path<String>,
+    id: Result<Path<String>, PathRejection>,
 ) -> Result<Json<Model>, Failure> {
+    let Path(id) = id?;
     let listing = service.card_memory.list_models(false, &client.caller).await?;
     let found = listing.models.into_iter().find(|listed| listed.id == id);
     let found = found.and_then(model_out).map(Json);

@@ -2,7 +2,6 @@
 
 use axum::Json;
 use axum::extract::State;
-use axum::extract::rejection::JsonRejection;
 use axum::response::{IntoResponse, Response};
 use calls::{Asked, AskedTrack, Encoding, OfMedium, Service};
 use engine::job::Call;
@@ -12,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 use crate::errors::{ErrorBody, Failure};
-use crate::forms::model_of;
+use crate::forms::{Sent, lenient, model_of, prompt_of};
 use crate::results::{base64, gathered, now};
 use crate::routes::Client;
 
@@ -27,11 +26,18 @@ pub(crate) struct MusicRequest {
     /// A model of `/v1/models`.
     model: Option<String>,
     /// Length; left out: the model's default.
+    #[schema(minimum = 0, maximum = 3600)]
+    #[serde(deserialize_with = "lenient")]
     seconds: Option<f32>,
     /// How many tracks.
+    #[schema(minimum = 1, maximum = 64)]
+    #[serde(deserialize_with = "lenient")]
     n: Option<u32>,
+    #[serde(deserialize_with = "lenient")]
     steps: Option<u32>,
+    #[serde(deserialize_with = "lenient")]
     guidance: Option<f32>,
+    #[serde(deserialize_with = "lenient")]
     seed: Option<u64>,
     output_format: Option<SoundFormat>,
     /// `b64_json`, or `file`: the first track itself is the answer.
@@ -74,19 +80,18 @@ pub(crate) struct TrackOut {
 }
 
 /// Tracks from a prompt.
-#[utoipa::path(post, path = "/v1/music/generations", tag = "music", request_body = MusicRequest,
-    responses((status = 200, body = Tracks), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
+#[utoipa::path(post, path = "/v1/music/generations", tag = "music", operation_id = "generate_music", request_body = MusicRequest,
+    responses((status = 200, content((Tracks = "application/json"), (Vec<u8> = "audio/wav"), (Vec<u8> = "audio/flac"))), (status = "4XX", body = ErrorBody), (status = "5XX", body = ErrorBody)))]
 pub(crate) async fn generate(
     State(service): State<Service>,
     client: Client,
-    request: Result<Json<MusicRequest>, JsonRejection>,
+    Sent(request): Sent<MusicRequest>,
 ) -> Result<Response, Failure> {
-    let Json(request) = request?;
     let format = request.output_format.unwrap_or_default();
     let asked = Asked {
         call: Call::GenerateAudio,
         model: model_of(request.model.as_deref()),
-        prompt: request.prompt,
+        prompt: prompt_of(&request.prompt)?,
         count: request.n.unwrap_or(1),
         sampling: Sampling {
             steps: request.steps,
@@ -106,7 +111,9 @@ pub(crate) async fn generate(
         }),
         ..Asked::default()
     };
-    let started = service.generation.generate(asked, &client.caller).await?;
+    let started = service.generation.generate(asked, &client.caller).await;
+    let started = started
+        .map_err(|error| Failure::from(error).with_fields_named(&[("count", "n"), ("model.", "model")]))?;
     let (files, report) = gathered(started.events).await?;
     if request.response_format.unwrap_or_default() == TrackAnswer::File
         && let Some(first) = files.files().next()

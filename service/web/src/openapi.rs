@@ -5,7 +5,7 @@ use utoipa::openapi::OpenApi as Document;
 use utoipa::openapi::security::{Http, HttpAuthScheme, SecurityScheme};
 use utoipa::{Modify, OpenApi};
 
-use crate::{health, images, metrics, models, music, videos};
+use crate::{health, images, metrics, models, music, page, sdapi, videos};
 
 #[derive(OpenApi)]
 #[openapi(
@@ -17,6 +17,7 @@ use crate::{health, images, metrics, models, music, videos};
     ),
     paths(
         images::generate,
+        images::options,
         images::edit,
         videos::create,
         videos::list,
@@ -27,6 +28,16 @@ use crate::{health, images, metrics, models, music, videos};
         models::list,
         models::one,
         metrics::scrape,
+        sdapi::txt2img,
+        sdapi::img2img,
+        sdapi::options,
+        sdapi::set_options,
+        sdapi::models,
+        sdapi::progress,
+        sdapi::interrupt,
+        sdapi::lists,
+        page::index,
+        page::asset,
         served,
         health::live,
         health::ready,

@@ -7,7 +7,6 @@ use axum::Router;
 use axum::extract::{DefaultBodyLimit, FromRequestParts};
 use axum::http::Uri;
 use axum::http::request::Parts;
-use axum::middleware;
 use axum::response::IntoResponse as _;
 use axum::routing::{get, post};
 use calls::{AskedOptions, Caller, Service};
@@ -16,7 +15,7 @@ use residency::Bytes;
 use transport::{Body, Method, Needs, Protocol, Requests, Routes};
 
 use crate::errors::Failure;
-use crate::{browsers, health, images, metrics, models, music, openapi, videos};
+use crate::{health, images, mcp, metrics, models, music, page, sdapi, videos};
 
 const OBSERVE: Needs = Needs::Role(Role::Observe);
 const GENERATE: Needs = Needs::Role(Role::Generate);
@@ -25,6 +24,7 @@ const GENERATE: Needs = Needs::Role(Role::Generate);
 #[rustfmt::skip] // a line each
 pub(crate) const METHODS: &[Method] = &[
     Method::new("POST /v1/images/generations", GENERATE),
+    Method::public("OPTIONS /v1/images/generations"),
     Method::new("POST /v1/images/edits", GENERATE).takes(Requests::Large),
     Method::new("POST /v1/videos", GENERATE).takes(Requests::Large),
     Method::new("GET /v1/videos", OBSERVE).spare(),
@@ -33,8 +33,21 @@ pub(crate) const METHODS: &[Method] = &[
     Method::new("DELETE /v1/videos/{id}", GENERATE).spare(),
     Method::new("POST /v1/music/generations", GENERATE),
     Method::new("GET /v1/models", OBSERVE),
-    Method::new("GET /v1/models/{model}", OBSERVE),
+    Method::new("GET /v1/models/{*model}", OBSERVE),
     Method::new("GET /metrics", OBSERVE).spare(),
+    Method::new("POST /sdapi/v1/txt2img", GENERATE).asks_basic(),
+    Method::new("POST /sdapi/v1/img2img", GENERATE).takes(Requests::Large).asks_basic(),
+    Method::new("GET /sdapi/v1/options", OBSERVE).asks_basic(),
+    Method::new("POST /sdapi/v1/options", GENERATE).asks_basic(),
+    Method::new("GET /sdapi/v1/sd-models", OBSERVE).asks_basic(),
+    Method::new("GET /sdapi/v1/progress", OBSERVE).spare().asks_basic(),
+    Method::new("POST /sdapi/v1/interrupt", GENERATE).spare().asks_basic(),
+    Method::new("GET /sdapi/v1/{list}", OBSERVE).asks_basic(),
+    Method::new("POST /mcp", OBSERVE).takes(Requests::Large),
+    Method::new("GET /mcp", OBSERVE),
+    Method::new("DELETE /mcp", OBSERVE),
+    Method::public("GET /"),
+    Method::public("GET /assets/{file}"),
     Method::public("GET /openapi.json"),
     Method::public("GET /livez").spare(),
     Method::public("GET /readyz").spare(),
@@ -42,7 +55,9 @@ pub(crate) const METHODS: &[Method] = &[
 
 /// HTTP, as the transport knows it.
 pub static PROTOCOL: Protocol = Protocol {
+    name: "http",
     methods: METHODS,
+    unknown: Method::new("", OBSERVE),
     answer: |refusal| Failure::from(refusal).into_response().map(Body::new),
     has_trailers: false,
 };
@@ -92,9 +107,13 @@ impl<S: Sync> FromRequestParts<S> for Client {
 
 /// The routes of HTTP. `longest`: the longest body.
 pub fn routes(service: Service, longest: Bytes) -> Routes {
+    let agents = mcp::endpoint(service.clone(), longest);
     let longest = usize::try_from(longest.0).unwrap_or(usize::MAX);
     let router = Router::new()
-        .route("/v1/images/generations", post(images::generate))
+        .route(
+            "/v1/images/generations",
+            post(images::generate).options(images::options),
+        )
         .route("/v1/images/edits", post(images::edit))
         .route("/v1/videos", post(videos::create).get(videos::list))
         .route("/v1/videos/{id}", get(videos::one).delete(videos::delete))
@@ -103,14 +122,15 @@ pub fn routes(service: Service, longest: Bytes) -> Routes {
         .route("/v1/models", get(models::list))
         .route("/v1/models/{*model}", get(models::one))
         .route("/metrics", get(metrics::scrape))
-        .route("/openapi.json", get(openapi::served))
+        .merge(page::routes())
+        .route_service("/mcp", agents)
         .route("/livez", get(health::live))
         .route("/readyz", get(health::ready))
+        .with_state(service.clone())
+        .merge(sdapi::routes(service))
         .fallback(async |uri: Uri| Failure::no_path(uri.path()))
         .method_not_allowed_fallback(async || Failure::no_verb())
-        .layer(DefaultBodyLimit::max(longest))
-        .layer(middleware::from_fn(browsers::refuse_other_sites))
-        .with_state(service);
+        .layer(DefaultBodyLimit::max(longest));
     Routes::from(router)
 }
 
@@ -119,6 +139,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::openapi;
 
     /// Every path of the document has a row, and every row is in the document.
     #[test]
@@ -129,7 +150,9 @@ mod tests {
             let verbs = verbs.as_object().unwrap().keys();
             verbs.map(move |verb| format!("{} {path}", verb.to_uppercase()))
         });
-        let rows = METHODS.iter().map(|method| method.path.to_owned());
+        // Messages of an agent's protocol are no part of the document.
+        let rows = METHODS.iter().filter(|method| !method.path.ends_with(" /mcp"));
+        let rows = rows.map(|method| method.path.replace("{*", "{"));
         assert_eq!(told.collect::<BTreeSet<_>>(), rows.collect::<BTreeSet<_>>());
     }
 

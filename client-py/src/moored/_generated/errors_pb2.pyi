@@ -109,6 +109,8 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """A detached job, or what it has made, cannot be written to the service's disk or read from it: the message says why. Without
     `detach` the same request runs. UNAVAILABLE, with RetryInfo.
     """
+    OTHER_SITE: _Reason.ValueType  # 32
+    """A page of another site may have had a browser send the request. PERMISSION_DENIED."""
 
 class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper):
     """Reasons of `ErrorInfo`, by name. Stable: clients match on them."""
@@ -195,6 +197,8 @@ NOT_KEPT: Reason.ValueType  # 31
 """A detached job, or what it has made, cannot be written to the service's disk or read from it: the message says why. Without
 `detach` the same request runs. UNAVAILABLE, with RetryInfo.
 """
+OTHER_SITE: Reason.ValueType  # 32
+"""A page of another site may have had a browser send the request. PERMISSION_DENIED."""
 global___Reason = Reason
 
 @typing.final

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16moored/v1/server.proto\x12\tmoored.v1\"\x16\n\x14GetServerInfoRequest\"\xae\x01\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x02 \x03(\t\x12\x11\n\tnot_built\x18\x03 \x03(\t\x12\"\n\x05\x63\x61rds\x18\x04 \x03(\x0b\x32\x13.moored.v1.CardInfo\x12\x15\n\rdefault_model\x18\x05 \x01(\t\x12\x10\n\x08\x66\x61milies\x18\x06 \x03(\t\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\x04\"z\n\x08\x43\x61rdInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12\x63ompute_capability\x18\x05 \x01(\t\x12\x15\n\rcompute_dtype\x18\x06 \x01(\t2Q\n\x06Server\x12G\n\rGetServerInfo\x12\x1f.moored.v1.GetServerInfoRequest\x1a\x15.moored.v1.ServerInfob\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16moored/v1/server.proto\x12\tmoored.v1\"\x16\n\x14GetServerInfoRequest\"\xcd\x01\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x14\n\x0c\x63\x61pabilities\x18\x02 \x03(\t\x12\x11\n\tnot_built\x18\x03 \x03(\t\x12\"\n\x05\x63\x61rds\x18\x04 \x03(\x0b\x32\x13.moored.v1.CardInfo\x12\x15\n\rdefault_model\x18\x05 \x01(\t\x12\x10\n\x08\x66\x61milies\x18\x06 \x03(\t\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07\x61\x63\x63ount\x18\x08 \x01(\t\x12\x0c\n\x04role\x18\t \x01(\t\"z\n\x08\x43\x61rdInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x1a\n\x12\x63ompute_capability\x18\x05 \x01(\t\x12\x15\n\rcompute_dtype\x18\x06 \x01(\t2Q\n\x06Server\x12G\n\rGetServerInfo\x12\x1f.moored.v1.GetServerInfoRequest\x1a\x15.moored.v1.ServerInfob\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -24,9 +24,9 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_GETSERVERINFOREQUEST']._serialized_start=37
   _globals['_GETSERVERINFOREQUEST']._serialized_end=59
   _globals['_SERVERINFO']._serialized_start=62
-  _globals['_SERVERINFO']._serialized_end=236
-  _globals['_CARDINFO']._serialized_start=238
-  _globals['_CARDINFO']._serialized_end=360
-  _globals['_SERVER']._serialized_start=362
-  _globals['_SERVER']._serialized_end=443
+  _globals['_SERVERINFO']._serialized_end=267
+  _globals['_CARDINFO']._serialized_start=269
+  _globals['_CARDINFO']._serialized_end=391
+  _globals['_SERVER']._serialized_start=393
+  _globals['_SERVER']._serialized_end=474
 # @@protoc_insertion_point(module_scope)

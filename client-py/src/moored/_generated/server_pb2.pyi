@@ -33,12 +33,18 @@ class ServerInfo(google.protobuf.message.Message):
     DEFAULT_MODEL_FIELD_NUMBER: builtins.int
     FAMILIES_FIELD_NUMBER: builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
+    ACCOUNT_FIELD_NUMBER: builtins.int
+    ROLE_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of the service, e.g. `0.1.0`."""
     default_model: builtins.str
     """Model of requests that name none."""
     max_message_bytes: builtins.int
     """Largest message that is taken, in bytes."""
+    account: builtins.str
+    """The account of the caller: the name of its token. Empty where none is needed."""
+    role: builtins.str
+    """What the caller may do: `observe`, `generate` (and observe), or `administer` (everything)."""
     @property
     def capabilities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What is built: `text_to_image`, `image_to_image`, `encode_image`, `decode_latent`, `preview`, ..."""
@@ -63,8 +69,10 @@ class ServerInfo(google.protobuf.message.Message):
         default_model: builtins.str = ...,
         families: collections.abc.Iterable[builtins.str] | None = ...,
         max_message_bytes: builtins.int = ...,
+        account: builtins.str = ...,
+        role: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["capabilities", b"capabilities", "cards", b"cards", "default_model", b"default_model", "families", b"families", "max_message_bytes", b"max_message_bytes", "not_built", b"not_built", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["account", b"account", "capabilities", b"capabilities", "cards", b"cards", "default_model", b"default_model", "families", b"families", "max_message_bytes", b"max_message_bytes", "not_built", b"not_built", "role", b"role", "version", b"version"]) -> None: ...
 
 global___ServerInfo = ServerInfo
 

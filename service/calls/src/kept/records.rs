@@ -114,6 +114,7 @@ impl KeptJob {
             position: 0,
             age: self.accepted.until(Time::now()),
             error: None,
+            makes: self.spec.work.makes(),
         }
     }
 }

@@ -1,27 +1,13 @@
-//! `/metrics`, as Prometheus reads it: the state of cards, components and the queue at this moment. It is read from the reports that the
-//! queue publishes; nothing is locked.
+//! The state of cards, components and the queue at this moment, as gauges. It is read from the reports that the queue publishes.
 
-use axum::extract::State;
-use axum::response::IntoResponse;
-use calls::{Service, ServiceStatus};
-use engine::Error;
 use engine::JobState;
-use http::header::CONTENT_TYPE;
 use prometheus_client::encoding::EncodeLabelSet;
-use prometheus_client::encoding::text::encode;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::errors::Failure;
-
-/// The text format of OpenMetrics.
-const TEXT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfCard {
-    card: String,
-}
+use super::OfCard;
+use crate::ServiceStatus;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct OfAccount {
@@ -34,6 +20,8 @@ struct OfComponent {
     card: String,
     component: String,
     id: String,
+    /// `card` or `host`, the machine's memory.
+    tier: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -41,21 +29,12 @@ struct OfState {
     state: &'static str,
 }
 
-/// The state of the service.
-#[utoipa::path(get, path = "/metrics", tag = "health", responses((status = 200, body = String)))]
-pub(crate) async fn scrape(State(service): State<Service>) -> Result<impl IntoResponse, Failure> {
-    let status = service.card_memory.status().await;
-    let mut text = String::new();
-    let written = encode(&mut text, &registry_of(&status));
-    written.map_err(|problem| Error::Internal(problem.to_string()))?;
-    Ok(([(CONTENT_TYPE, TEXT)], text))
-}
-
 fn gauge(bytes: residency::Bytes) -> i64 {
     i64::try_from(bytes.0).unwrap_or(i64::MAX)
 }
 
-fn registry_of(status: &ServiceStatus) -> Registry {
+/// The gauges of a status.
+pub(super) fn registry_of(status: &ServiceStatus) -> Registry {
     let mut registry = Registry::with_prefix("moored");
     let memory = Family::<OfAccount, Gauge>::default();
     let total = Family::<OfCard, Gauge>::default();
@@ -90,10 +69,20 @@ fn registry_of(status: &ServiceStatus) -> Registry {
                 card: of.card.clone(),
                 component: resident.component.name.clone(),
                 id: resident.component.id.to_string(),
+                tier: "card",
             };
             components
                 .get_or_create(&of_component)
-                .set(gauge(resident.component.bytes));
+                .set(gauge(resident.bytes()));
+        }
+        for share in card.ledger.host().components.values() {
+            let of_component = OfComponent {
+                card: of.card.clone(),
+                component: share.component.name.clone(),
+                id: share.component.id.to_string(),
+                tier: "host",
+            };
+            components.get_or_create(&of_component).set(gauge(share.bytes));
         }
     }
     let jobs = Family::<OfState, Gauge>::default();
@@ -134,7 +123,7 @@ fn registry_of(status: &ServiceStatus) -> Registry {
     );
     registry.register_with_unit(
         "component",
-        "Bytes booked for a component on a card",
+        "Bytes of a component on a card, or in the machine's memory for it",
         Unit::Bytes,
         components,
     );

@@ -6,7 +6,7 @@
 //!
 //! A file owns state (`cards`, `claims`, `encoding`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `recycles`, `replay`, `shares`,
 //! `swap`, `unloads`, `watchdog`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`,
-//! `passes`, `placing`, `stage_time`, `status`, `swaps`). Only `core` sees two owners. `reductions`, `report`, `request` and `steps` are values.
+//! `passes`, `placing`, `stage_time`, `status`, `swaps`). Only `core` sees two owners. `observer`, `reductions`, `report`, `request` and `steps` are values.
 //!
 //! # Terms
 //! *Queued* is after other jobs of this service: it is bounded by the deadline and spends no patience. *Waiting* is for memory
@@ -26,6 +26,7 @@ mod learned;
 mod leaving;
 mod listener;
 mod memos;
+mod observer;
 mod offers;
 mod order;
 mod passes;
@@ -65,6 +66,7 @@ pub use claims::{KeptClaims, KeptHold, KeptReservation, Reserver};
 pub use encoding::{PieceToEncode, PiecesToEncode, Waits};
 pub use learned::KeptLearned;
 pub use listener::Job;
+pub use observer::{Happening, ObservedJob, Observer, Observers};
 use reductions::{open_reductions, open_upgrades};
 pub use report::{
     CardState, CardStatus, JobInfo, PlanReport, PlannedStage, ReservationStatus, StageVerdict, StatusReport,
@@ -136,6 +138,8 @@ pub struct Settings {
     pub keep_alive_of: BTreeMap<String, Option<Duration>>,
     /// Time without any job after which all components are unloaded that are neither pinned nor held.
     pub unload_when_idle: Option<Duration>,
+    /// Who is told what happens.
+    pub observers: Observers,
 }
 
 impl Default for Settings {
@@ -164,6 +168,7 @@ impl Default for Settings {
             keep_alive: None,
             keep_alive_of: BTreeMap::new(),
             unload_when_idle: None,
+            observers: Observers::default(),
         }
     }
 }

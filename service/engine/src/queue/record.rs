@@ -13,13 +13,16 @@ use tokio::time::Instant;
 
 use super::learned::StageKey;
 use super::listener::{Mailbox, Unread};
+use super::observer::{Happening, ObservedJob, Observers};
 use super::reductions::{Reduction, Reductions};
 use super::replay::Replay;
 use super::request::OpenModels;
 use super::steps::{JobStep, JobStepKind, JobSteps, Model, decodable};
 use super::swap::Swap;
 use crate::error::{Error, Shortfall};
-use crate::job::{Call, JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork, Run, StageName};
+use crate::job::{
+    Call, JobEvent, JobEventKind, JobId, JobOptions, JobReport, JobWork, Run, StageName, StageReport,
+};
 use crate::job_state::JobState;
 use crate::library::Entry;
 use crate::messages::Shortage;
@@ -169,6 +172,7 @@ pub(super) struct JobRecord {
     pub(super) detached: bool,
     /// Events for clients that join later.
     pub(super) replay: Replay,
+    pub(super) observers: Observers,
 }
 
 impl JobRecord {
@@ -398,8 +402,33 @@ impl JobRecord {
         }
     }
 
+    /// The job as observers know it.
+    pub(super) fn observed(&self, now: Instant) -> ObservedJob<'_> {
+        ObservedJob {
+            id: &self.id,
+            call: self.call(),
+            model: &self.entry.key,
+            client: &self.options.client,
+            trace: &self.options.trace,
+            age: now.duration_since(self.accepted),
+        }
+    }
+
+    /// Adds a stage to the report.
+    pub(super) fn stage_done(&mut self, report: StageReport, now: Instant) {
+        self.observers.tell(&Happening::Stage {
+            job: self.observed(now),
+            report: &report,
+        });
+        self.report.stages.push(report);
+    }
+
     /// Sends an event to all listeners, and keeps it for clients that join later.
     pub(super) fn emit(&mut self, now: Instant, kind: JobEventKind) {
+        self.observers.tell(&Happening::Event {
+            job: self.observed(now),
+            event: &kind,
+        });
         let mut event = JobEvent {
             at_ms: now.duration_since(self.accepted).as_millis() as u64,
             kind,
@@ -470,7 +499,14 @@ impl JobRecord {
     /// Changes its state, and books the time that was spent waiting.
     pub(super) fn enter(&mut self, state: State, now: Instant) {
         if let State::Waiting { since } = self.state {
-            self.waited += now.duration_since(since);
+            let lasted = now.duration_since(since);
+            self.waited += lasted;
+            let patience = self.attempt.patience.as_ref();
+            self.observers.tell(&Happening::Waited {
+                job: self.observed(now),
+                cause: patience.map_or("unknown", |patience| patience.shortage.cause.as_str()),
+                lasted,
+            });
         }
         self.state = state;
     }

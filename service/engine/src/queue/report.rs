@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::claims::Reserver;
 use crate::error::{Error, Fallback, Shortfall};
-use crate::job::{Call, JobId, Priority, StageName};
+use crate::job::{Call, JobId, MadeSize, Priority, StageName};
 use crate::job_state::JobState;
 use crate::moved::{Freed, Kept};
 
@@ -46,6 +46,9 @@ pub struct JobInfo {
     pub age: Duration,
     /// Why it failed.
     pub error: Option<Error>,
+    /// The size of each thing that it makes; `None`: it makes nothing.
+    #[serde(default)]
+    pub makes: Option<MadeSize>,
 }
 
 /// The plan of a request.

@@ -74,6 +74,7 @@ impl View<'_> {
             position: position.unwrap_or(0),
             age: self.now.duration_since(job.accepted),
             error: None,
+            makes: job.work.makes(),
         }
     }
 }

@@ -156,6 +156,7 @@ fn random_options(random: &mut ChaCha8Rng) -> JobOptions {
         idempotency_key: if random.random_ratio(1, 8) { "key" } else { "" }.into(),
         detach: random.random_ratio(1, 10),
         deadline: deadline.map(|ms| Instant::now() + Duration::from_millis(ms)),
+        trace: String::new(),
     }
 }
 

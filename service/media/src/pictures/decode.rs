@@ -156,10 +156,25 @@ pub fn mask_of_transparency(data: &[u8]) -> Result<Vec<u8>, String> {
         .pixels()
         .map(|pixel| u8::MAX - pixel[1])
         .collect();
-    let mask = image::GrayImage::from_raw(width, height, changed).ok_or("the mask has no pixels")?;
+    grey_png((width, height), changed)
+}
+
+/// A mask whose black pixels are to be changed as one whose white pixels are: a grey PNG.
+///
+/// # Errors
+/// In words, where the file is no picture.
+pub fn inverted_mask(data: &[u8]) -> Result<Vec<u8>, String> {
+    let cancel = CancelToken::default();
+    let size = size_of(data).map_err(|problem| problem.to_string())?;
+    let grey = decode_mask(data, size, &cancel).map_err(|problem| problem.to_string())?;
+    grey_png(size, grey.into_iter().map(|pixel| u8::MAX - pixel).collect())
+}
+
+fn grey_png((width, height): (u32, u32), pixels: Vec<u8>) -> Result<Vec<u8>, String> {
+    let mask = image::GrayImage::from_raw(width, height, pixels).ok_or("the mask has no pixels")?;
     let mut out = std::io::Cursor::new(Vec::new());
     mask.write_to(&mut out, image::ImageFormat::Png)
-        .map_err(|problem| words(&problem))?;
+        .map_err(|problem| problem.to_string())?;
     Ok(out.into_inner())
 }
 

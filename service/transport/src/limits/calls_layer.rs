@@ -8,6 +8,7 @@ use std::task::{Context, Poll};
 
 use access::Holder;
 use calls::{Client, Exceeded, Taken, Who, client_with};
+use http_body::Body as _;
 use tokio::time::Instant;
 use tonic::body::Body;
 use tonic::codegen::{Service, http};
@@ -15,11 +16,14 @@ use tracing::Instrument as _;
 
 use super::accept::ConnectionInfo;
 use super::entrance::PublicCall;
-use super::uploads::Upload;
+use super::uploads::{Upload, too_large};
 use super::{Limits, PUBLIC_CALL};
 use crate::methods::{Admitted, Method, Needs};
 use crate::protocol::Protocols;
 use crate::refusal::Refusal;
+
+/// Bytes before a message of gRPC.
+const MESSAGE_HEAD_BYTES: u64 = 5;
 
 /// A service whose calls are counted.
 #[derive(Clone)]
@@ -174,6 +178,7 @@ where
             method: protocol.method(&request),
             is_known: false,
             holder: None,
+            trace: None,
         });
         let call = match limits.admit(connection.as_ref(), &admitted) {
             Ok(call) => call,
@@ -195,6 +200,10 @@ where
         let uploaded = Arc::new(Mutex::new(limits.uploads.nothing(client)));
         // The few bytes of a spare call are not counted: they hinder no other call, and other calls must not hinder it.
         let counted = (!is_public && !admitted.method.is_spare).then(|| uploaded.clone());
+        let at_most = longest.min(limits.longest_message.saturating_add(MESSAGE_HEAD_BYTES));
+        if request.body().size_hint().lower() > at_most && requests.longest_message_bytes().is_none() {
+            return Box::pin(std::future::ready(Ok((protocol.answer)(too_large(at_most)))));
+        }
         let by_message = requests.longest_message_bytes();
         let request = request.map(|body| {
             let upload = Upload::new(body, counted, longest, idle);

@@ -38,6 +38,8 @@ pub(crate) struct Limits {
     spare_calls: Arc<Budget>,
     uploads: Arc<Budget>,
     upload_idle: Duration,
+    /// Bytes of the longest message that any method takes whole.
+    longest_message: u64,
     readers: Readers,
     /// Readers of answers to calls without the token.
     public_readers: Readers,
@@ -59,7 +61,12 @@ const PUBLIC_CALL: Duration = Duration::from_secs(30);
 const NEWCOMERS_PART: u64 = 2;
 
 impl Limits {
-    pub(crate) fn new(settings: &LimitSettings, gate: Gate, uploads: Arc<Budget>) -> Arc<Limits> {
+    pub(crate) fn new(
+        settings: &LimitSettings,
+        gate: Gate,
+        uploads: Arc<Budget>,
+        longest_message: u64,
+    ) -> Arc<Limits> {
         let connections = Budget::with_places_kept(settings.connections, settings.connections_per_client);
         let newcomers = usize::try_from(settings.connections / NEWCOMERS_PART).unwrap_or(usize::MAX);
         Arc::new(Limits {
@@ -75,6 +82,7 @@ impl Limits {
             spare_calls: Budget::with_places_kept(SPARE_CALLS, SPARE_CALLS_PER_CLIENT),
             uploads,
             upload_idle: settings.upload_idle,
+            longest_message,
             readers: Readers::new(settings.unread),
             public_readers: Readers::new(settings.unread.min(PUBLIC_CALL)),
         })

@@ -68,12 +68,8 @@ impl Upload {
 
     fn count(&mut self, data: &[u8]) -> Result<(), Refusal> {
         let bytes = data.len() as u64;
-        self.left = self.left.checked_sub(bytes).ok_or_else(|| {
-            Refusal::TooLarge(format!(
-                "this request is larger than {}, which is the most that this method takes: send less in one request",
-                residency::Bytes(self.longest)
-            ))
-        })?;
+        let left = self.left.checked_sub(bytes);
+        self.left = left.ok_or_else(|| too_large(self.longest))?;
         let Some(counted) = &self.counted else {
             return Ok(());
         };
@@ -142,6 +138,14 @@ impl Messages {
         }
         Ok(())
     }
+}
+
+/// The refusal of a request that is longer than its method takes.
+pub(super) fn too_large(longest: u64) -> Refusal {
+    Refusal::TooLarge(format!(
+        "this request is larger than {}, which is the most that this method takes: send less in one request",
+        residency::Bytes(longest)
+    ))
 }
 
 fn refused(exceeded: Exceeded) -> Refusal {

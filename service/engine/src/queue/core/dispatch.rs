@@ -157,7 +157,7 @@ impl Core {
             free: shortage.usable,
             holders: shortage.holders,
             patience_left: left,
-            cause: cause_name(shortage.cause),
+            cause: shortage.cause.as_str(),
         };
         job.attempt.patience = Some(patience);
         if is_new {
@@ -333,12 +333,13 @@ impl Core {
             section: None,
         };
         job.emit(now, event);
-        job.report.stages.push(StageReport {
+        let report = StageReport {
             cached: true,
             card,
             name,
             ..StageReport::default()
-        });
+        };
+        job.stage_done(report, now);
         job.cursor += 1;
         true
     }
@@ -377,15 +378,5 @@ impl Core {
             values: job.input(step, &kept),
             preview_interval_ms,
         })))
-    }
-}
-
-/// Name of the cause in the public API.
-fn cause_name(cause: WaitCause) -> &'static str {
-    match cause {
-        WaitCause::LateEviction => "late_eviction",
-        WaitCause::Leases => "leases",
-        WaitCause::Foreign => "foreign",
-        WaitCause::Reservation => "reservation",
     }
 }

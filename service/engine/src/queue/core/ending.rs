@@ -9,6 +9,7 @@ use super::Core;
 use crate::error::Error;
 use crate::job::{JobEventKind, JobId, Reach};
 use crate::job_state::JobState;
+use crate::queue::observer::Happening;
 use crate::queue::record::{JobRecord, State};
 use crate::queue::steps::{JobStepKind, Model};
 
@@ -100,6 +101,11 @@ impl Core {
         let mut info = self.view(now).info(&job);
         job.report.total = now.duration_since(job.accepted);
         log_end(&job, &info.card, &result);
+        job.observers.tell(&Happening::Ended {
+            job: job.observed(now),
+            report: &job.report,
+            result: result.as_ref().map(|()| ()),
+        });
         match result {
             Ok(()) => {
                 info.state = JobState::Done;

@@ -325,6 +325,7 @@ impl Core {
             listeners: BTreeMap::new(),
             unread,
             replay,
+            observers: self.settings.observers.clone(),
         };
         // In the order for the card with the most memory, as the job's card is not known yet.
         let largest = (0..self.cards.len()).max_by_key(|&card| self.cards[card].ledger.capacity());

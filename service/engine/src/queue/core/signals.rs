@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use gpu::{CardDescription, CardKind};
 use model::{RequestError, Role, Values};
-use residency::{Bytes, Component, Part};
+use residency::{Bytes, Component, ComponentId, Part};
 use tokio::time::Instant;
 
 use super::{Core, Effect, TICK};
@@ -13,6 +13,7 @@ use crate::job::{JobEventKind, JobId, StageReport};
 use crate::messages::{Answer, Completed, Event, Failure, Outcome, Progress, Shortage, Ticket};
 use crate::queue::cards::{InFlight, PendingRequest};
 use crate::queue::latents::Maker;
+use crate::queue::observer::Happening;
 use crate::queue::record::{Refusal, State};
 use crate::queue::steps::{JobStep, JobStepKind};
 use crate::queue::{CardSignal, Signal};
@@ -84,6 +85,11 @@ impl Core {
     }
 
     fn answered(&mut self, index: usize, pending: PendingRequest, answer: Answer, now: Instant) {
+        if let Answer::Unloaded { freed, .. } = &answer {
+            let card = &self.cards[index].description.id;
+            let happening = Happening::Unloaded { card, freed };
+            self.settings.observers.tell(&happening);
+        }
         match pending {
             PendingRequest::Unload { unload, .. } => self.unloaded(unload, index, answer),
             PendingRequest::Trim { trim } => self.trimmed(trim, answer),
@@ -193,6 +199,7 @@ impl Core {
             );
             self.learned
                 .order_completed(worker, &running.need.components, &completed.load_seconds, taught);
+            self.observe_loads(index, &completed.load_seconds);
         }
         let Some(id) = running.job.clone().filter(|id| self.jobs.contains_key(id)) else {
             if !matches!(outcome, Outcome::Completed(_)) {
@@ -236,6 +243,18 @@ impl Core {
                 }
             }
             Err(error) => self.fail(&id, error, now),
+        }
+    }
+
+    fn observe_loads(&self, index: usize, load_seconds: &[(ComponentId, f64)]) {
+        let card = &self.cards[index];
+        for (id, seconds) in load_seconds {
+            let resident = card.ledger.resident(id);
+            self.settings.observers.tell(&Happening::Loaded {
+                card: &card.description.id,
+                bytes: resident.map_or(Bytes::ZERO, |resident| resident.bytes()),
+                lasted: Duration::try_from_secs_f64(*seconds).unwrap_or_default(),
+            });
         }
     }
 
@@ -354,7 +373,7 @@ impl Core {
             }
         }
         let (dtype, card) = (card.compute_dtype.clone(), card.id.clone());
-        job.report.stages.push(StageReport {
+        let report = StageReport {
             name: job.name_of(step),
             run: Duration::from_millis(completed.run_ms),
             moves: Duration::from_millis(completed.move_ms),
@@ -368,7 +387,8 @@ impl Core {
             cached: false,
             item: step.item,
             card,
-        });
+        };
+        job.stage_done(report, now);
         if !completed.approximate {
             self.remember_values(id, step, &dtype, &completed.values);
         }
@@ -511,6 +531,10 @@ impl Core {
         let running = card.in_flight.take();
         let pending_requests = std::mem::take(&mut card.pending_requests);
         tracing::warn!(card = %card.description.id, generation, reason, "the worker is lost");
+        self.settings.observers.tell(&Happening::WorkerLost {
+            card: &card.description.id,
+            was_asked_for: is_asked_for,
+        });
         for pending in pending_requests.into_values() {
             let answer = match &pending {
                 // A process that has ended has returned all of its memory.

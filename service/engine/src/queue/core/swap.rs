@@ -127,12 +127,13 @@ impl Core {
         }
         let took = now.duration_since(unloading.since);
         gpu::Timeline::log("swap", "round trip of an unload", took);
-        job.report.stages.push(StageReport {
+        let report = StageReport {
             name: "unload".into(),
             moves: took,
             card,
             ..StageReport::default()
-        });
+        };
+        job.stage_done(report, now);
         match std::mem::replace(&mut job.state, State::queued_on(index)) {
             State::Running { ending: Some(ending) } if !is_proven => self.fail(id, ending, now),
             _ => {

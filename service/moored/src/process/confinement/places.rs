@@ -59,15 +59,16 @@ impl Places {
         self.believed.clear();
         let models = self.models.clone();
         let of_models = within_time(move || models.places()).await.unwrap_or_default();
+        let never = self.never.clone();
+        let links = within_each(of_models.clone(), move |folder| linked_models(folder, &never)).await;
         let all: BTreeSet<PathBuf> = of_models
             .into_iter()
+            .chain(links.into_iter().flatten())
             .chain(self.beside.clone())
             .chain(self.outside.clone())
             .collect();
-        // Each on a thread of its own: one that does not answer must not hide the others.
-        let looks = all.into_iter().map(|place| within_time(move || place_at(&place)));
-        let found = futures::future::join_all(looks).await;
-        self.granted = found.into_iter().flatten().flatten().collect();
+        let found = within_each(all, |place| place_at(place)).await;
+        self.granted = found.into_iter().flatten().collect();
         self.granted.iter().map(|(place, _)| place.clone()).collect()
     }
 
@@ -110,6 +111,13 @@ impl Places {
     }
 }
 
+/// How deep a folder of models is looked through for links to models: `owner/name`.
+const DEPTH_OF_MODELS: usize = 2;
+/// Files of which a model's folder has one.
+const OF_MODELS: [&str; 3] = ["model_index.json", "config.json", "moored.json"];
+/// Most links of a folder.
+const MOST_LINKS: usize = 1_000;
+
 /// What a path leads to, and its identity; `None` where there is nothing.
 fn place_at(path: &Path) -> Option<(PathBuf, Identity)> {
     let path = path.canonicalize().ok()?;
@@ -128,6 +136,9 @@ struct Look {
     lead_out: BTreeSet<PathBuf>,
 }
 
+/// Extension of the file beside a model that says more of it.
+const SIDECAR: &str = "moored.json";
+
 impl Look {
     fn at(model: &ModelLocation, granted: &[(PathBuf, Identity)], never: &[PathBuf]) -> Look {
         let there: Vec<&Path> = granted
@@ -138,8 +149,13 @@ impl Look {
         let is_granted = |target: &Path| there.iter().any(|place| target.starts_with(place));
         let adapters = model.adapters.iter().map(|adapter| &adapter.path);
         let copies = model.kept.iter().map(|(_, copy)| copy);
+        let sidecar = Some(model.path.with_extension(SIDECAR)).filter(|sidecar| sidecar.exists());
         let mut look = Look::default();
-        for path in std::iter::once(&model.path).chain(adapters).chain(copies) {
+        for path in std::iter::once(&model.path)
+            .chain(&sidecar)
+            .chain(adapters)
+            .chain(copies)
+        {
             let folder = path.parent().filter(|_| !path.is_dir());
             let ends = std::iter::once(path.as_path()).chain(folder);
             let missing = ends.filter_map(place_at).filter(|(place, _)| !is_granted(place));
@@ -184,6 +200,54 @@ fn targets_of_links(folder: &Path, depth: usize, targets: &mut BTreeSet<PathBuf>
             targets_of_links(&entry.path(), depth - 1, targets);
         }
     }
+}
+
+/// What the links in a folder of models lead to: models that a model of the folder may take parts of, or that orders name later.
+fn linked_models(folder: &Path, never: &[PathBuf]) -> Vec<PathBuf> {
+    let mut found = Vec::new();
+    let mut folders = vec![(folder.to_owned(), DEPTH_OF_MODELS)];
+    while let Some((folder, depth)) = folders.pop() {
+        for entry in fs::read_dir(&folder).into_iter().flatten().flatten() {
+            let Ok(kind) = entry.file_type() else { continue };
+            if kind.is_symlink() {
+                found.extend(outside_of(&entry.path()).filter(|place| is_model(place)));
+            } else if kind.is_dir() && depth > 1 {
+                folders.push((entry.path(), depth - 1));
+            }
+            if found.len() >= MOST_LINKS {
+                return found;
+            }
+        }
+    }
+    found.retain(|place| {
+        !never
+            .iter()
+            .any(|never| place.starts_with(never) || never.starts_with(place))
+    });
+    found
+}
+
+/// Whether it is a file, which has the kind of a model, or a folder with one of the files that say what a model is.
+fn is_model(place: &Path) -> bool {
+    place.is_file()
+        || OF_MODELS.iter().any(|name| place.join(name).exists())
+        || place.join("snapshots").is_dir()
+}
+
+/// The results of work at each place: one that does not answer hides no others.
+async fn within_each<T: Send + 'static>(
+    places: impl IntoIterator<Item = PathBuf>,
+    work: impl Fn(&Path) -> T + Clone + Send + 'static,
+) -> Vec<T> {
+    let each = places.into_iter().map(|place| {
+        let work = work.clone();
+        within_time(move || work(&place))
+    });
+    futures::future::join_all(each)
+        .await
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 /// The result of work that may wait for a disk; `None` if it takes longer than [`ANSWER`].
@@ -239,6 +303,8 @@ mod tests {
         link("elsewhere/mine", "models/mine");
         link("elsewhere/a.safetensors", "models/a.safetensors");
         link("elsewhere/key", "models/key.safetensors");
+        fs::write(root.join("elsewhere/a.moored.json"), "{}").unwrap();
+        link("elsewhere/a.moored.json", "models/a.moored.json");
         link("hub/models--a--b/blobs/1f", "hub/models--a--b/snapshots/1/c.gguf");
         let models = granted(&[root.join("models")]);
         let look = |path: &str, granted: &[_], never: &[PathBuf]| {
@@ -258,7 +324,10 @@ mod tests {
         );
         assert_eq!(
             outside("models/a.safetensors", &[]),
-            [root.join("elsewhere/a.safetensors")]
+            [
+                root.join("elsewhere/a.moored.json"),
+                root.join("elsewhere/a.safetensors")
+            ]
         );
         assert!(
             outside("models/key.safetensors", &[]).is_empty(),
@@ -281,6 +350,37 @@ mod tests {
             !look("models/mine", &Vec::from_iter(other), &[])
                 .locations
                 .is_empty()
+        );
+    }
+
+    #[test]
+    fn models_that_are_links_are_granted_at_the_start() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path().canonicalize().unwrap();
+        for name in ["models/owner", "elsewhere/base", "elsewhere/notes", "secret"] {
+            fs::create_dir_all(root.join(name)).unwrap();
+        }
+        for name in [
+            "elsewhere/base/model_index.json",
+            "elsewhere/a.safetensors",
+            "secret/config.json",
+        ] {
+            fs::write(root.join(name), "x").unwrap();
+        }
+        for (to, at) in [
+            ("elsewhere/base", "models/owner/base"),
+            ("elsewhere/a.safetensors", "models/a.safetensors"),
+            ("elsewhere/notes", "models/notes"),
+            ("elsewhere/gone", "models/gone"),
+            ("secret", "models/secret"),
+        ] {
+            symlink(root.join(to), root.join(at)).unwrap();
+        }
+        let mut found = linked_models(&root.join("models"), &[root.join("secret/token")]);
+        found.sort();
+        assert_eq!(
+            found,
+            [root.join("elsewhere/a.safetensors"), root.join("elsewhere/base")]
         );
     }
 

@@ -439,6 +439,7 @@ fn configurations() -> [Configuration; 2] {
         host_memory: Some(Bytes::gib(32)),
         memory: MemoryProfile::of(ProfileName::Balanced, Bytes::gib(24)),
         log: LogSettings {
+            otlp: None,
             filter: Some("json:info,gpu=debug".to_owned()),
             json: false,
         },
