@@ -41,7 +41,7 @@ pub(crate) struct ErrorWords {
 #[derive(Clone, Debug)]
 pub(crate) struct Failure {
     pub(crate) status: StatusCode,
-    pub(crate) words: ErrorWords,
+    pub(crate) words: Box<ErrorWords>,
     /// As errors.proto spells it.
     reason: &'static str,
     retry_after: Option<Duration>,
@@ -72,12 +72,12 @@ impl Failure {
         };
         Failure {
             status,
-            words: ErrorWords {
+            words: Box::new(ErrorWords {
                 message: status::in_short(&message),
                 r#type,
                 param: None,
                 code: reason.to_ascii_lowercase(),
-            },
+            }),
             reason,
             retry_after: None,
         }
@@ -205,7 +205,7 @@ impl IntoResponse for Failure {
     fn into_response(self) -> Response {
         let body = ErrorBody {
             detail: self.words.message.clone(),
-            error: self.words,
+            error: *self.words,
         };
         let mut response = (self.status, Json(body)).into_response();
         response.extensions_mut().insert(RefusedFor(self.reason));

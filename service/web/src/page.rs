@@ -16,7 +16,7 @@ use tower_http::compression::CompressionLayer;
 use crate::errors::Failure;
 use crate::openapi;
 
-/// The files, which are in a release; a build for tests reads them from their folder.
+/// The files, which are in the program.
 #[derive(RustEmbed)]
 #[folder = "page/dist"]
 struct Files;

@@ -172,7 +172,7 @@ fn video_out(job: &ListedJob) -> Video {
         created_at,
         completed_at: (status == "completed").then_some(created_at + info.age.as_secs()),
         expires_at: job.end.map(|end| now() + end.results_for.as_secs()),
-        error: info.error.clone().map(|error| Failure::from(error).words),
+        error: info.error.clone().map(|error| *Failure::from(error).words),
     }
 }
 

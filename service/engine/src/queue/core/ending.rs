@@ -104,7 +104,7 @@ impl Core {
         job.observers.tell(&Happening::Ended {
             job: job.observed(now),
             report: &job.report,
-            result: result.as_ref().map(|()| ()),
+            result: result.as_ref().copied(),
         });
         match result {
             Ok(()) => {

@@ -67,7 +67,7 @@ impl Places {
             .chain(self.beside.clone())
             .chain(self.outside.clone())
             .collect();
-        let found = within_each(all, |place| place_at(place)).await;
+        let found = within_each(all, place_at).await;
         self.granted = found.into_iter().flatten().collect();
         self.granted.iter().map(|(place, _)| place.clone()).collect()
     }
