@@ -24,6 +24,7 @@
     ├── Unauthenticated       the token is missing or wrong
     │   └── UnencryptedToken  it was not sent: others could have read it on the way
     ├── RoleRequired          the token has a role that may not do this
+    ├── OtherSite             a page of another site may have had a browser send it
     ├── TokenLimit            the token may do no more of this now: `.limit`, `.retry_after_s`
     ├── ShuttingDown          the service is shutting down
     ├── KeyReused             the idempotency key belongs to another request
@@ -313,6 +314,10 @@ class RoleRequired(MooredError):
     """The token has a role that may not do this."""
 
 
+class OtherSite(MooredError):
+    """A page of another site may have had a browser send the request."""
+
+
 class TokenLimit(MooredError):
     """The token may do no more of this now: jobs, or pixels, seconds or bytes a minute."""
 
@@ -418,7 +423,7 @@ BY_REASON: dict[str, type[MooredError]] = {
     "DISK_NOT_READY": DiskNotReady,
     "NOT_KEPT": NotKept,
     "ROLE_REQUIRED": RoleRequired,
-    "OTHER_SITE": Unauthenticated,  # of browsers alone: a token is what they lack
+    "OTHER_SITE": OtherSite,
     "TOKEN_LIMIT": TokenLimit,
 }
 

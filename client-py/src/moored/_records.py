@@ -623,6 +623,8 @@ class ServerInfo:
     default_model: str
     families: tuple[str, ...]
     max_message_bytes: int
+    account: str
+    role: str
 
 
 @mirrors(hub_pb2.PullPlan)

@@ -37,7 +37,7 @@ const NAMES: [(&str, &str); 6] = [
     ("model.", "model"),
 ];
 /// Most pictures of a request.
-const MOST_PICTURES: u32 = 64;
+pub(crate) const MOST_PICTURES: u32 = 64;
 
 /// A request for pictures. Fields of OpenAI's API that a local model has no use for (`quality`, `background`, `style`, `moderation`,
 /// `user`) are taken and left out.

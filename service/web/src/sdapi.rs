@@ -1,7 +1,6 @@
 //! `/sdapi/v1`: pictures as clients of AUTOMATIC1111's web UI ask for them, such as SillyTavern, Open WebUI and LibreChat. They send the
 //! settings of samplers with every request; what a model has no use for is left out.
 
-use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use axum::extract::rejection::PathRejection;
@@ -13,20 +12,25 @@ use calls::{Asked, Client as Caller, Encoding, ListedModel, OfMedium, PictureInp
 use engine::job::Call;
 use engine::{Error, JobState};
 use hashlink::LruCache;
-use model::{Medium, Sampling};
+use model::{MediaFormat, Medium, Sampling};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
 
 use crate::errors::{ErrorBody, Failure};
 use crate::forms::{Sent, decoded, lenient, model_of};
+use crate::images::MOST_PICTURES;
 use crate::results::{base64, gathered};
 use crate::routes::Client;
 
-/// Most pictures of a request.
-const MOST_PICTURES: u32 = 64;
 /// Most callers whose choice of a model is kept.
 const MOST_CHOICES: usize = 1_000;
+/// Fields of the service's own requests, as they are called here.
+const NAMES: [(&str, &str); 3] = [
+    ("init_image", "init_images"),
+    ("count", "batch_size"),
+    ("strength", "denoising_strength"),
+];
 /// What its clients call the sampler of models here.
 const SAMPLER: &str = "Euler";
 /// The field of options with the model.
@@ -44,23 +48,18 @@ pub(crate) struct Served {
 }
 
 impl Choices {
-    fn get(&self, caller: Caller) -> Option<String> {
-        self.lock().get(&caller).cloned()
-    }
-
-    fn set(&self, caller: Caller, model: String) {
-        self.lock().insert(caller, model);
-    }
-
     fn lock(&self) -> std::sync::MutexGuard<'_, LruCache<Caller, String>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner) // a panic leaves it valid
+    }
+
+    fn of(&self, client: &Client) -> Option<String> {
+        self.lock().get(&client.caller.client()).cloned()
     }
 }
 
 /// The routes.
 pub(crate) fn routes(service: Service) -> Router {
-    let most = NonZeroUsize::new(MOST_CHOICES).map_or(1, NonZeroUsize::get);
-    let choices = Choices(Arc::new(Mutex::new(LruCache::new(most))));
+    let choices = Choices(Arc::new(Mutex::new(LruCache::new(MOST_CHOICES))));
     Router::new()
         .route("/sdapi/v1/txt2img", post(txt2img))
         .route("/sdapi/v1/img2img", post(img2img))
@@ -109,8 +108,8 @@ pub(crate) struct SdRequest {
     /// Of img2img: white where the picture is to be changed.
     mask: Option<String>,
     /// Of img2img: whether the mask is black where the picture is to be changed.
-    #[schema(value_type = Option<bool>)]
-    inpainting_mask_invert: Option<Value>,
+    #[serde(deserialize_with = "lenient")]
+    inpainting_mask_invert: Option<bool>,
     /// Of img2img: how strongly to change the picture.
     #[serde(deserialize_with = "lenient")]
     denoising_strength: Option<f32>,
@@ -181,7 +180,7 @@ async fn picture_models(service: &Service, client: &Client) -> Result<Vec<Listed
 
 /// The name of the model of requests that name none; empty: there is none.
 async fn default_of(served: &Served, client: &Client) -> Result<String, Failure> {
-    if let Some(chosen) = served.choices.get(client.caller.client()) {
+    if let Some(chosen) = served.choices.of(client) {
         return Ok(chosen);
     }
     let models = picture_models(&served.service, client).await?;
@@ -216,13 +215,8 @@ pub(crate) async fn img2img(
         Some(mask) if !mask.is_empty() => Some(decoded("mask", mask)?),
         _ => None,
     };
-    let is_inverted = match &request.inpainting_mask_invert {
-        Some(Value::Bool(inverted)) => *inverted,
-        Some(value) => value.as_f64().is_some_and(|number| number != 0.0),
-        None => false,
-    };
     let mask = match mask {
-        Some(mask) if is_inverted => {
+        Some(mask) if request.inpainting_mask_invert == Some(true) => {
             let inverted = tokio::task::spawn_blocking(move || media::pictures::inverted_mask(&mask)).await;
             let inverted = inverted.map_err(|panic| Error::Internal(panic.to_string()))?;
             Some(
@@ -243,7 +237,7 @@ async fn made(
     request: &SdRequest,
     start: Option<(Bytes, Option<Bytes>, f32)>,
 ) -> Result<Json<Value>, Failure> {
-    let model = match request.model(served.choices.get(client.caller.client())) {
+    let model = match request.model(served.choices.of(client)) {
         Some(model) => model,
         None => default_of(served, client).await?,
     };
@@ -264,38 +258,34 @@ async fn made(
         asked.sampling.strength = Some(strength);
     }
     let started = served.service.generation.generate(asked, &client.caller).await;
-    let started = started.map_err(|error| {
-        Failure::from(error).with_fields_named(&[
-            ("init_image", "init_images"),
-            ("count", "batch_size"),
-            ("strength", "denoising_strength"),
-        ])
-    })?;
+    let started = started.map_err(|error| Failure::from(error).with_fields_named(&NAMES))?;
     let (files, report) = gathered(started.events).await?;
     let images: Vec<String> = files.files().map(|file| base64(&file.data)).collect();
-    Ok(Json(answer(request, &model, report.seed, images)))
+    let size = match files.files().next().and_then(|file| file.format) {
+        Some(MediaFormat::Image { width, height }) => (width, height),
+        _ => (0, 0), // it is a picture
+    };
+    Ok(Json(answer(request, &model, report.seed, size, images)))
 }
 
 /// The answer in the form that the clients read: `info` is JSON in a text.
-fn answer(request: &SdRequest, model: &str, seed: u64, images: Vec<String>) -> Value {
-    let (prompt, negative) = (
-        request.prompt.clone().unwrap_or_default(),
-        request.negative_prompt.clone().unwrap_or_default(),
-    );
-    let (width, height) = (request.width.unwrap_or(0), request.height.unwrap_or(0));
+fn answer(
+    request: &SdRequest,
+    model: &str,
+    seed: u64,
+    (width, height): (u32, u32),
+    images: Vec<String>,
+) -> Value {
+    let prompt = request.prompt.clone().unwrap_or_default();
+    let negative = request.negative_prompt.clone().unwrap_or_default();
     let (steps, cfg) = (request.steps.unwrap_or(0), request.cfg_scale.unwrap_or(1.0));
-    let seeds: Vec<u64> = (0..images.len() as u64)
-        .map(|item| seed.wrapping_add(item))
-        .collect();
-    let texts: Vec<String> = seeds
-        .iter()
-        .map(|seed| {
-            format!(
-                "{prompt}\nNegative prompt: {negative}\nSteps: {steps}, Sampler: {SAMPLER}, CFG scale: {cfg}, Seed: {seed}, \
-                 Size: {width}x{height}, Model: {model}"
-            )
-        })
-        .collect();
+    let seed_of = |item| seed.wrapping_add(item);
+    let seeds: Vec<u64> = (0..images.len() as u64).map(seed_of).collect();
+    let told = format!(
+        "{prompt}\nNegative prompt: {negative}\nSteps: {steps}, Sampler: {SAMPLER}, CFG scale: {cfg}"
+    );
+    let of_seed = |seed: &u64| format!("{told}, Seed: {seed}, Size: {width}x{height}, Model: {model}");
+    let texts: Vec<String> = seeds.iter().map(of_seed).collect();
     let info = json!({
         "prompt": prompt, "all_prompts": vec![&prompt; images.len()],
         "negative_prompt": negative, "all_negative_prompts": vec![&negative; images.len()],
@@ -339,7 +329,8 @@ pub(crate) async fn set_options(
         if !models.iter().any(|listed| listed.id == name || listed.id == base) {
             return Err(Error::ModelNotFound { id: name.to_owned() }.into());
         }
-        served.choices.set(client.caller.client(), name.to_owned());
+        let caller = client.caller.client();
+        served.choices.lock().insert(caller, name.to_owned());
     }
     Ok(Json(Value::Null))
 }
@@ -397,14 +388,12 @@ pub(crate) async fn lists(list: Result<Path<String>, PathRejection>) -> Result<J
     Ok(Json(match list.as_str() {
         "samplers" => json!([{"name": SAMPLER, "aliases": ["euler", "k_euler"], "options": {}}]),
         "schedulers" => {
-            json!([{"name": "automatic", "label": "Automatic", "aliases": none, "default_rho": -1,
-            "need_inner_model": false}])
+            json!([{"name": "automatic", "label": "Automatic", "aliases": none, "default_rho": -1, "need_inner_model": false}])
         }
         "upscalers" => {
             json!([{"name": "None", "model_name": none, "model_path": none, "model_url": none, "scale": 4}])
         }
-        "latent-upscale-modes" | "sd-vae" | "sd-modules" | "loras" | "prompt-styles" => json!([]),
-        "embeddings" => json!({"loaded": {}, "skipped": {}}),
+        "latent-upscale-modes" | "sd-vae" | "sd-modules" | "loras" => json!([]),
         _ => return Err(Failure::no_path(&format!("/sdapi/v1/{list}"))),
     }))
 }
