@@ -6,6 +6,7 @@ The engine reads its folders and settings when it is first imported: `clean_envi
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import subprocess
@@ -42,12 +43,14 @@ def clean_environment(home: Path) -> None:
     os.environ |= {
         "PATH": f"{sys.base_prefix}/bin{os.pathsep}{os.environ['PATH']}",
         "GTN_MCP_SERVER_PORT": "0",
-        # Its usual 10 is for libraries with torch; this one's environment has a few MB.
-        "GTN_CONFIG_MINIMUM_DISK_SPACE_GB_LIBRARIES": "0.5",
         "UV_CACHE_DIR": str(cache),
         "UV_PYTHON_DOWNLOADS": "never",
         "UV_SYSTEM_CERTS": "1",
     }
+    # The usual 10 is for libraries with torch; this environment has a few MB. Old engines take no number
+    # from a variable.
+    settings = home / "config/griptape_nodes/griptape_nodes_config.json"
+    settings.write_text(json.dumps({"minimum_disk_space_gb_libraries": 0.5}), encoding="utf-8")
     workspace = home / "workspace"
     workspace.mkdir(exist_ok=True)
     os.environ["GTN_CONFIG_WORKSPACE_DIRECTORY"] = str(workspace)
