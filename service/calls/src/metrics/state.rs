@@ -1,9 +1,15 @@
 //! The state of cards, components and the queue at this moment, as gauges. It is read from the reports that the queue publishes.
 
+use std::fmt;
+use std::sync::Arc;
+
 use engine::JobState;
-use prometheus_client::encoding::EncodeLabelSet;
+use engine::queue::StatusReport;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric as _};
+use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::gauge::{ConstGauge, Gauge};
 use prometheus_client::registry::{Registry, Unit};
 
 use super::OfCard;
@@ -15,13 +21,32 @@ struct OfAccount {
     account: &'static str,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct OfComponent {
-    card: String,
-    component: String,
-    id: String,
-    /// `card` or `host`, the machine's memory.
-    tier: &'static str,
+/// The bytes of each component, which may be thousands: they are written as they are, without a table of them.
+#[derive(Debug)]
+struct Components(Arc<StatusReport>);
+
+impl Collector for Components {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "Bytes of a component on a card, or in the machine's memory for it";
+        let mut metric =
+            encoder.encode_descriptor("component", help, Some(&Unit::Bytes), MetricType::Gauge)?;
+        for card in &self.0.cards {
+            let on_card = card.ledger.residents();
+            let on_card = on_card.map(|resident| (&resident.component, resident.bytes(), "card"));
+            let on_host = card.ledger.host().components.values();
+            let on_host = on_host.map(|share| (&share.component, share.bytes, "host"));
+            for (component, bytes, tier) in on_card.chain(on_host) {
+                let labels = [
+                    ("card", &*card.description.id),
+                    ("component", &*component.name),
+                    ("id", &*component.id.0),
+                    ("tier", tier),
+                ];
+                ConstGauge::new(gauge(bytes)).encode(metric.encode_family(&labels)?)?;
+            }
+        }
+        Ok(())
+    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -40,7 +65,6 @@ pub(super) fn registry_of(status: &ServiceStatus) -> Registry {
     let total = Family::<OfCard, Gauge>::default();
     let ready = Family::<OfCard, Gauge>::default();
     let restarts = Family::<OfCard, Gauge>::default();
-    let components = Family::<OfComponent, Gauge>::default();
     for card in &status.report.cards {
         let of = OfCard {
             card: card.description.id.clone(),
@@ -64,26 +88,6 @@ pub(super) fn registry_of(status: &ServiceStatus) -> Registry {
         total.get_or_create(&of).set(gauge(card.ledger.total()));
         ready.get_or_create(&of).set(i64::from(card.state.is_ready()));
         restarts.get_or_create(&of).set(i64::from(card.restarts));
-        for resident in card.ledger.residents() {
-            let of_component = OfComponent {
-                card: of.card.clone(),
-                component: resident.component.name.clone(),
-                id: resident.component.id.to_string(),
-                tier: "card",
-            };
-            components
-                .get_or_create(&of_component)
-                .set(gauge(resident.bytes()));
-        }
-        for share in card.ledger.host().components.values() {
-            let of_component = OfComponent {
-                card: of.card.clone(),
-                component: share.component.name.clone(),
-                id: share.component.id.to_string(),
-                tier: "host",
-            };
-            components.get_or_create(&of_component).set(gauge(share.bytes));
-        }
     }
     let jobs = Family::<OfState, Gauge>::default();
     for state in [
@@ -121,12 +125,7 @@ pub(super) fn registry_of(status: &ServiceStatus) -> Registry {
         "Workers of a card that were lost",
         restarts,
     );
-    registry.register_with_unit(
-        "component",
-        "Bytes of a component on a card, or in the machine's memory for it",
-        Unit::Bytes,
-        components,
-    );
+    registry.register_collector(Box::new(Components(status.report.clone())));
     registry.register("jobs", "Jobs that have not ended, by state", jobs);
     let report = &status.report;
     registry.register_with_unit(
