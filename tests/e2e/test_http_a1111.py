@@ -368,7 +368,7 @@ def test_a_wrong_request_is_refused(service: Service) -> None:
         assert not client.jobs(include_ended=True)
 
 
-def test_what_is_wrong_is_said_where_clients_look(service: Service) -> None:
+def test_an_error_has_its_message_in_detail_too(service: Service) -> None:
     """Those of AUTOMATIC1111 read `detail`, those of OpenAI's form `error.message`."""
     body = OF_SILLY_TAVERN | {"model": "small", "width": 17}
     answer = send(service, "POST", "/sdapi/v1/txt2img", body, WITHOUT_CREDENTIALS).json()

@@ -302,7 +302,7 @@ def test_an_array_is_no_request(service: Service) -> None:
             assert exchange(service, post(path, body)).status == 400, (path, body)
 
 
-def test_what_is_not_read_may_be_anything(service: Service) -> None:
+def test_fields_that_are_not_read_may_have_any_value(service: Service) -> None:
     """JSON that is nested deep within a field that has no meaning here, and a great many fields of a form."""
     nested = (
         b'{"model": "small", "prompt": "a", "size": "64x64", "x": '
@@ -341,7 +341,7 @@ def in_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def test_a_picture_that_is_a_bomb_is_refused_by_its_size(service: Service) -> None:
+def test_a_decompression_bomb_is_refused_by_its_size(service: Service) -> None:
     bomb = black_png(30_000)
     assert len(bomb) < 4 << 20
     with service.client() as client:
@@ -534,7 +534,7 @@ def test_what_is_no_http_or_not_of_the_api_is_refused(
         ("PUT", "/sdapi/v1/options"),
     ],
 )
-def test_what_is_not_there_is_told_in_json(service: Service, verb: str, path: str) -> None:
+def test_an_unknown_path_is_refused_in_json(service: Service, verb: str, path: str) -> None:
     answer = exchange(service, head(verb, path))
     assert answer.status in (404, 405)
     assert answer.error()["code"] in ("not_found", "method_not_allowed")
@@ -635,7 +635,7 @@ def test_a_wrong_field_is_named_as_the_client_has_it(
     assert (answer.status, answer.json()["error"]["param"]) == (400, field)
 
 
-def test_a_head_is_that_of_the_answer_and_a_wait_is_told_to_go_on(service: Service) -> None:
+def test_head_and_expect_are_answered(service: Service) -> None:
     for path, status in (("/v1/models", 200), ("/metrics", 200), (IMAGES, 405), ("/a", 404)):
         asked = exchange(service, head("HEAD", path), verb="HEAD")
         assert (asked.status, asked.body) == (status, b"")
@@ -647,7 +647,7 @@ def test_a_head_is_that_of_the_answer_and_a_wait_is_told_to_go_on(service: Servi
         assert line.recv(100).startswith(b"HTTP/1.1 200")
 
 
-def test_options_are_told(service: Service) -> None:
+def test_options_lists_the_methods(service: Service) -> None:
     """SillyTavern takes a service for one of pictures by this."""
     answer = send(service, "OPTIONS", IMAGES)
     assert 200 <= answer.status < 300
@@ -865,7 +865,7 @@ def test_a_path_that_is_spelt_otherwise_needs_no_smaller_role(
         assert not client.jobs(include_ended=True)
 
 
-def test_what_is_not_there_is_not_a_question_of_roles(
+def test_an_unknown_path_is_not_found_for_every_role(
     holders: tuple[Service, dict[str, str]],
 ) -> None:
     service, observer = holders

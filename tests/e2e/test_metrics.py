@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +20,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from test_access import make_token
 from test_http import get
+from test_http_clients import send
 from waiting import wait_until
 
 from service import ROOT, Service
@@ -30,9 +31,11 @@ Simulate = Callable[..., Service]
 DOCS = ROOT / "docs/metrics"
 
 
-def samples(service: Service) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+def samples(
+    service: Service, **headers: str
+) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     """What a scrape tells: by name, the values by labels."""
-    status, text = get(service, "/metrics")
+    status, text = get(service, "/metrics", **headers)
     assert status == 200
     told: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(text):
@@ -78,6 +81,25 @@ def test_a_picture_and_its_refusal_are_counted(simulate: Simulate) -> None:
         dict(of)["account"]: of_card for of, of_card in told["moored_card_memory_bytes"].items()
     }
     assert sum(accounts.values()) == value(told, "moored_card_capacity_bytes")
+
+
+def test_calls_without_the_right_token_are_counted(simulate: Simulate, tmp_path: Path) -> None:
+    token = make_token(tmp_path / "state-0", "olga", role="observe")
+    service = simulate("sim:24GiB")
+    headers = {"Authorization": f"Bearer {token}"}
+    assert get(service, "/v1/models")[0] == 401
+    assert get(service, "/v1/models", **headers)[0] == 200
+    assert (
+        send(service, "POST", "/v1/images/generations", {"prompt": "a boat"}, headers).status == 403
+    )
+    told = samples(service, **headers)
+    for method, reason, calls in (
+        ("GET /v1/models", "UNAUTHENTICATED", 2),
+        ("POST /v1/images/generations", "ROLE_REQUIRED", 1),
+    ):
+        of = {"protocol": "http", "method": method}
+        assert value(told, "moored_calls_refused_total", reason=reason, **of) == 1
+        assert value(told, "moored_calls_total", **of) == calls
 
 
 def test_what_is_resident_is_told_by_tier(simulate: Simulate) -> None:
@@ -158,9 +180,9 @@ def test_a_job_is_a_trace_from_the_call_to_the_stage(
         "sim:24GiB", arguments=("--set", f"log.otlp=http://127.0.0.1:{collector.port}")
     )
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-    body = json.dumps({"prompt": "a boat", "model": "small", "size": "64x64", "steps": 2}).encode()
-    status, _ = post(service, "/v1/images/generations", body, traceparent=f"00-{trace}-{parent}-01")
-    assert status == 200
+    body = {"prompt": "a boat", "model": "small", "size": "64x64", "steps": 2}
+    headers = {"traceparent": f"00-{trace}-{parent}-01"}
+    assert send(service, "POST", "/v1/images/generations", body, headers).status == 200
     wait_until(
         lambda: any(span.name == "GenerateImage" for span in collector.spans), "its trace came"
     )
@@ -176,14 +198,6 @@ def test_a_job_is_a_trace_from_the_call_to_the_stage(
         assert job.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
         assert span.end_time_unix_nano <= job.end_time_unix_nano
     assert by_name["denoise"].start_time_unix_nano >= by_name["encode_text"].end_time_unix_nano
-
-
-def post(service: Service, path: str, body: bytes, **headers: str) -> tuple[int, str]:
-    """Status and body."""
-    headers |= {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://{service.address}{path}", data=body, headers=headers)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return answer.status, answer.read().decode()
 
 
 def test_a_collector_that_is_not_there_holds_nothing_up(simulate: Simulate, tmp_path: Path) -> None:

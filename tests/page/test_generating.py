@@ -83,7 +83,7 @@ def test_previews_grow_in_the_form_and_in_the_queue(
         expect(run).to_have_count(0)
 
 
-def test_a_picture_is_where_another_one_and_a_film_start(
+def test_a_result_starts_another_picture_and_a_film(
     browser: Browser, demo_service: Service
 ) -> None:
     with opened(browser, demo_service) as page:

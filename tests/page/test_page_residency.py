@@ -43,7 +43,7 @@ def shares(page: Page, card: str) -> dict[str, float]:
     return drawn
 
 
-def test_cards_are_drawn_to_scale_with_what_lies_where(browser: Browser, serve: Serve) -> None:
+def test_cards_are_drawn_to_scale_with_their_contents(browser: Browser, serve: Serve) -> None:
     service = serve(devices=("sim:40GiB,foreign=4GiB", "sim:80GiB,index=1"))
     with service.client() as client, opened(browser, service, "#cards") as page:
         client.load("flux-full")

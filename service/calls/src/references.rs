@@ -64,6 +64,15 @@ pub struct PictureInput {
     pub media_id: String,
 }
 
+impl From<Bytes> for PictureInput {
+    fn from(data: Bytes) -> PictureInput {
+        PictureInput {
+            data: Some(data),
+            ..PictureInput::default()
+        }
+    }
+}
+
 /// A ControlNet of a request.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct AskedControl {

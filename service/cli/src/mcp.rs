@@ -24,7 +24,8 @@ const SESSION: &str = "mcp-session-id";
 const VERSION: &str = "mcp-protocol-version";
 /// The version of a message that belongs to no session, in its metadata.
 const VERSION_OF_MESSAGE: &str = "io.modelcontextprotocol/protocolVersion";
-/// Code of JSON-RPC for an error of this program.
+/// Codes of JSON-RPC for what is no JSON, and for an error of this program.
+const PARSE_ERROR: i32 = -32700;
 const INTERNAL: i32 = -32603;
 
 /// The session of the agent.
@@ -74,30 +75,14 @@ pub(super) async fn run(client: &ClientSettings) -> Result<(), CliError> {
             Err(problem) => {
                 let error = error_of(
                     &Value::Null,
-                    -32700,
+                    PARSE_ERROR,
                     &format!("the message is no JSON: {problem}"),
                 );
                 let _ = answers.send(error).await; // it is closed at the next answer
                 continue;
             }
         };
-        if let Some(id) = cancelled_by(&message)
-            && let Some(request) = requests.remove(&id)
-        {
-            // After the message itself: a service without a session sees that the agent has left.
-            let sent = exchange(
-                connection.clone(),
-                session.clone(),
-                line,
-                message,
-                answers.clone(),
-            );
-            under_way.spawn(async move {
-                sent.await;
-                request.abort();
-            });
-            continue;
-        }
+        let cancelled = cancelled_by(&message).and_then(|id| requests.remove(&id));
         let id = message.get("id").map(Value::to_string);
         let is_first = message.get("method").and_then(Value::as_str) == Some("initialize");
         let sent = exchange(
@@ -107,6 +92,14 @@ pub(super) async fn run(client: &ClientSettings) -> Result<(), CliError> {
             message,
             answers.clone(),
         );
+        if let Some(request) = cancelled {
+            // After the message itself: a service without a session sees that the agent has left.
+            under_way.spawn(async move {
+                sent.await;
+                request.abort();
+            });
+            continue;
+        }
         if is_first {
             sent.await; // what follows belongs to its session
             continue;

@@ -10,7 +10,7 @@ use std::time::{Duration, SystemTime};
 use access::{Holder, Role, TokenHash, Tokens};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
-use calls::{Client, LogInterval, Who};
+use calls::{Client, LogInterval, Metrics, Who};
 use futures::FutureExt as _;
 use futures::future::{BoxFuture, Either};
 use tokio::sync::watch;
@@ -20,6 +20,7 @@ use tonic::codegen::http::header::{AUTHORIZATION, WWW_AUTHENTICATE};
 use tonic::codegen::http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 
 use crate::browsers::refuse_other_sites;
+use crate::counted::{Counted, count};
 use crate::limits::{client_of, lock};
 use crate::methods::{Admitted, Method, Needs};
 use crate::protocol::{Protocol, Protocols};
@@ -132,19 +133,21 @@ fn check_method(method: &Method, holder: &Holder) -> Result<(), Refusal> {
     }
 }
 
-/// A service whose callers have shown the token, or call a method that needs none.
+/// A service whose callers have shown the token, or call a method that needs none. Each call is counted.
 #[derive(Clone)]
 pub(crate) struct Access<S> {
     inner: S,
     gate: Gate,
+    metrics: Arc<Metrics>,
     protocols: Protocols,
 }
 
 impl<S> Access<S> {
-    pub(crate) fn new(inner: S, gate: Gate, protocols: Protocols) -> Access<S> {
+    pub(crate) fn new(inner: S, gate: Gate, metrics: Arc<Metrics>, protocols: Protocols) -> Access<S> {
         Access {
             inner,
             gate,
+            metrics,
             protocols,
         }
     }
@@ -153,11 +156,11 @@ impl<S> Access<S> {
 impl<S> Service<Request<Body>> for Access<S>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>,
-    S::Future: Send + 'static,
+    S::Future: Send + Unpin + 'static,
 {
     type Response = Response<Body>;
     type Error = Infallible;
-    type Future = Either<Ready<Result<Response<Body>, Infallible>>, Answered<S::Future>>;
+    type Future = Either<Ready<Result<Response<Body>, Infallible>>, Counted<Answered<S::Future>>>;
 
     fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         self.inner.poll_ready(context)
@@ -178,6 +181,7 @@ where
         let refused = refused.or_else(|| refuse_other_sites(&request, is_grpc, has_token).err());
         if let Some(refusal) = refused {
             self.gate.log_refusal(client_of(&request), &refusal.to_string());
+            count(&self.metrics, protocol, method, Some(refusal.reason().to_owned()));
             let mut response = (protocol.answer)(refusal);
             if method.asks_basic && response.status() == StatusCode::UNAUTHORIZED {
                 let basic = HeaderValue::from_static("Basic realm=\"moored\"");
@@ -187,6 +191,7 @@ where
         }
         let (is_known, shown) = (checked.is_ok(), checked.ok().flatten());
         let admitted = Admitted {
+            protocol,
             method,
             is_known,
             holder: shown.as_ref().map(|shown| shown.holder.clone()),
@@ -194,11 +199,17 @@ where
         };
         request.extensions_mut().insert(admitted);
         let answered = self.inner.call(request);
-        Either::Right(match shown {
+        let answered = match shown {
             None => Either::Left(answered),
             Some(shown) => {
                 Either::Right(guarded(answered, self.gate.withdrawn(shown.hash), protocol).boxed())
             }
+        };
+        Either::Right(Counted {
+            answered,
+            protocol,
+            method,
+            metrics: self.metrics.clone(),
         })
     }
 }

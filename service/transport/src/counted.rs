@@ -8,80 +8,41 @@ use std::task::{Context, Poll, ready};
 use calls::Metrics;
 use prost::Message as _;
 use tonic::body::Body;
-use tonic::codegen::Service;
-use tonic::codegen::http::{Request, Response};
+use tonic::codegen::http::Response;
 use tonic::{Code, Status};
 use tonic_types::pb;
 
 use crate::methods::Method;
-use crate::protocol::{Protocol, Protocols};
+use crate::protocol::Protocol;
 
 /// A mark in the extensions of an answer: its request was refused for this reason, as errors.proto spells it. gRPC has the reason in
 /// its headers.
 #[derive(Clone, Copy, Debug)]
 pub struct RefusedFor(pub &'static str);
 
-/// A service whose calls are counted.
-#[derive(Clone)]
-pub(crate) struct Counted<S> {
-    inner: S,
-    metrics: Arc<Metrics>,
-    protocols: Protocols,
-}
-
-impl<S> Counted<S> {
-    pub(crate) fn new(inner: S, metrics: Arc<Metrics>, protocols: Protocols) -> Counted<S> {
-        Counted {
-            inner,
-            metrics,
-            protocols,
-        }
-    }
-}
-
-impl<S> Service<Request<Body>> for Counted<S>
-where
-    S: Service<Request<Body>, Response = Response<Body>, Error = Infallible>,
-    S::Future: Unpin,
-{
-    type Response = Response<Body>;
-    type Error = Infallible;
-    type Future = Answered<S::Future>;
-
-    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
-        self.inner.poll_ready(context)
-    }
-
-    fn call(&mut self, request: Request<Body>) -> Self::Future {
-        let protocol = self.protocols.of(&request);
-        Answered {
-            method: protocol.method(&request),
-            protocol,
-            metrics: self.metrics.clone(),
-            answered: self.inner.call(request),
-        }
-    }
+/// Counts calls by the names of their protocol and method.
+pub(crate) fn count(metrics: &Metrics, protocol: &Protocol, method: &Method, refused: Option<String>) {
+    let name = match method.path {
+        "" => "unknown", // so that nobody makes names of his own
+        path => path,
+    };
+    metrics.called(protocol.name, name, refused);
 }
 
 /// An answer, which is counted when it begins.
-pub(crate) struct Answered<F> {
-    answered: F,
-    protocol: &'static Protocol,
-    method: &'static Method,
-    metrics: Arc<Metrics>,
+pub(crate) struct Counted<F> {
+    pub(crate) answered: F,
+    pub(crate) protocol: &'static Protocol,
+    pub(crate) method: &'static Method,
+    pub(crate) metrics: Arc<Metrics>,
 }
 
-impl<F: Future<Output = Result<Response<Body>, Infallible>> + Unpin> Future for Answered<F> {
+impl<F: Future<Output = Result<Response<Body>, Infallible>> + Unpin> Future for Counted<F> {
     type Output = F::Output;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
         let response = ready!(Pin::new(&mut self.answered).poll(context))?;
-        let method = match self.method.path {
-            "" => "unknown", // so that nobody makes names of his own
-            path => path,
-        };
-        self.metrics
-            .called(self.protocol.name, method, reason_of(&response));
+        count(&self.metrics, self.protocol, self.method, reason_of(&response));
         Poll::Ready(Ok(response))
     }
 }

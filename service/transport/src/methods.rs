@@ -6,6 +6,8 @@ use std::time::Duration;
 use access::{Holder, Role};
 use calls::SESSION_MESSAGE_BYTES;
 
+use crate::protocol::Protocol;
+
 /// Most bytes of a request without media and latents. A prompt is 40 KB at the most.
 const SMALL_REQUEST_BYTES: u64 = 1 << 20;
 /// The same for methods that need no token.
@@ -167,6 +169,7 @@ impl Method {
 /// A call that was let in, in the extensions of its request.
 #[derive(Clone, Debug)]
 pub struct Admitted {
+    pub(crate) protocol: &'static Protocol,
     pub method: &'static Method,
     /// Whether its caller has shown a token, or none is needed.
     pub is_known: bool,

@@ -15,7 +15,6 @@ use tonic::service::Routes;
 use tonic::transport::Server as Transport;
 
 use crate::access::{Access, Gate};
-use crate::counted::Counted;
 use crate::grpc_web::WithGrpcWeb;
 use crate::limits::{Limited, Limits, Tls};
 use crate::protocol::Protocols;
@@ -104,12 +103,9 @@ pub async fn serve(
         .http2_keepalive_interval(Some(KEEP_ALIVE))
         .http2_keepalive_timeout(Some(KEEP_ALIVE))
         .serve_with_incoming_shutdown(
-            WithGrpcWeb::new(Counted::new(
-                Access::new(
-                    Limited::new(served, limits.clone(), protocols),
-                    settings.gate,
-                    protocols,
-                ),
+            WithGrpcWeb::new(Access::new(
+                Limited::new(served, limits.clone(), protocols),
+                settings.gate,
                 settings.metrics,
                 protocols,
             )),

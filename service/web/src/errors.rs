@@ -1,7 +1,6 @@
 //! Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`.
 
 use std::error::Error as StdError;
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Json;
@@ -145,40 +144,33 @@ pub(crate) fn unread(status: StatusCode, message: String) -> Failure {
     Failure::of(status, reason, message)
 }
 
-/// A body that broke off. Where the transport refused the rest, its reason is among the sources.
-fn broken_off(problem: &(dyn StdError + 'static), status: StatusCode, words: String) -> Failure {
-    let mut next = Some(problem);
-    while let Some(source) = next {
-        next = source.source();
-        if let Some(refusal) = source.downcast_ref::<Arc<Refusal>>() {
-            return Failure::from(Refusal::clone(refusal));
-        }
-        if let Some(refusal) = source.downcast_ref::<Refusal>() {
-            return Failure::from(refusal.clone());
-        }
-    }
-    match status.is_server_error() {
-        true => unread(
-            StatusCode::BAD_REQUEST,
-            "the request broke off: send it again".to_owned(),
-        ),
-        false => unread(status, words),
-    }
+/// A body that broke off.
+fn broken_off() -> Failure {
+    let problem = "the request broke off: send it again".to_owned();
+    unread(StatusCode::BAD_REQUEST, problem)
+}
+
+/// Why the transport refused the rest of a body: that is among the sources of the error.
+fn refusal_of(problem: &(dyn StdError + 'static)) -> Option<Failure> {
+    let refusal = problem.downcast_ref::<Refusal>().cloned().map(Failure::from);
+    refusal.or_else(|| refusal_of(problem.source()?))
 }
 
 impl From<BytesRejection> for Failure {
     fn from(rejection: BytesRejection) -> Failure {
-        let status = match rejection.status() {
-            StatusCode::PAYLOAD_TOO_LARGE => StatusCode::PAYLOAD_TOO_LARGE,
-            _ => StatusCode::INTERNAL_SERVER_ERROR, // it broke off, whatever axum calls it
-        };
-        broken_off(&rejection, status, rejection.body_text())
+        refusal_of(&rejection).unwrap_or_else(|| match rejection.status() {
+            StatusCode::PAYLOAD_TOO_LARGE => unread(StatusCode::PAYLOAD_TOO_LARGE, rejection.body_text()),
+            _ => broken_off(),
+        })
     }
 }
 
 impl From<MultipartError> for Failure {
     fn from(error: MultipartError) -> Failure {
-        broken_off(&error, error.status(), error.body_text())
+        refusal_of(&error).unwrap_or_else(|| match error.status() {
+            status if status.is_server_error() => broken_off(),
+            status => unread(status, error.body_text()),
+        })
     }
 }
 

@@ -99,7 +99,10 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Sent<T> {
             .is_some_and(|first| *first != b'{')
         {
             // Else a list would be read as fields in their order.
-            return Err(Failure::field("body", "is no object with fields"));
+            return Err(Failure::field(
+                "body",
+                "is not a JSON object: send one with the fields of the request",
+            ));
         }
         let mut json = serde_json::Deserializer::from_slice(&body);
         let read = read_fields(&mut json)?;
@@ -123,7 +126,10 @@ fn read_fields<'de, T: DeserializeOwned, D: Deserializer<'de, Error = serde_json
 }
 
 fn not_json(problem: &serde_json::Error) -> Failure {
-    unread(StatusCode::BAD_REQUEST, format!("the body is no JSON: {problem}"))
+    unread(
+        StatusCode::BAD_REQUEST,
+        format!("the body is not JSON: {problem}"),
+    )
 }
 
 /// The fields of a form: texts by name, and files in their order.
@@ -158,7 +164,7 @@ impl Form {
                 return Err(Failure::field(&name, "is a file: send it as text"));
             }
             let Ok(text) = String::from_utf8(data.to_vec()) else {
-                return Err(Failure::field(&name, "is no UTF-8"));
+                return Err(Failure::field(&name, "is not text in UTF-8"));
             };
             if files.contains(&name.as_str()) && !text.trim().is_empty() {
                 let data = decoded(&name, &text)?;

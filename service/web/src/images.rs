@@ -7,7 +7,7 @@ use axum::extract::{Request, State};
 use axum::response::sse::{Event as SentEvent, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use calls::{Asked, Encoding, Event, EventKind, OfMedium, PictureInput, Service, Started};
+use calls::{Asked, Encoding, Event, EventKind, OfMedium, Service, Started};
 use engine::Error;
 use engine::job::{Call, JobEventKind};
 use futures::{Stream, StreamExt as _};
@@ -242,8 +242,8 @@ pub(crate) async fn edit(
         .flatten();
     let asked = Asked {
         init_image,
-        references: images.map(picture).collect(),
-        mask: mask.map(picture),
+        references: images.map(Into::into).collect(),
+        mask: mask.map(Into::into),
         ..plain
     };
     let started = match service.generation.generate(asked, &client.caller).await {
@@ -257,13 +257,6 @@ pub(crate) async fn edit(
     };
     let started = started.map_err(|error| Failure::from(error).with_fields_named(&NAMES))?;
     answer("image_edit", &request, started).await
-}
-
-fn picture(data: Bytes) -> PictureInput {
-    PictureInput {
-        data: Some(data),
-        ..PictureInput::default()
-    }
 }
 
 /// OpenAI's masks are transparent where the picture changes; ours are white there.

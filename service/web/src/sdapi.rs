@@ -8,7 +8,7 @@ use axum::extract::{Path, State};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use bytes::Bytes;
-use calls::{Asked, Client as Caller, Encoding, ListedModel, OfMedium, PictureInput, Service};
+use calls::{Asked, Client as Caller, Encoding, ListedModel, OfMedium, Service};
 use engine::job::Call;
 use engine::{Error, JobState};
 use hashlink::LruCache;
@@ -251,10 +251,7 @@ async fn made(
     let mut asked = request.asked(client, Some(&model), has_guidance)?;
     if let Some((init, mask, strength)) = start {
         asked.init_image = Some(init);
-        asked.mask = mask.map(|data| PictureInput {
-            data: Some(data),
-            ..PictureInput::default()
-        });
+        asked.mask = mask.map(Into::into);
         asked.sampling.strength = Some(strength);
     }
     let started = served.service.generation.generate(asked, &client.caller).await;

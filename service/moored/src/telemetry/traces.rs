@@ -47,22 +47,19 @@ impl Traces {
             .with_tonic()
             .with_endpoint(address)
             .build()?;
-        Ok(Traces::by(
-            SdkTracerProvider::builder().with_batch_exporter(exporter),
-        ))
-    }
-
-    fn by(provider: opentelemetry_sdk::trace::TracerProviderBuilder) -> Traces {
         let service = Resource::builder_empty().with_attributes([
             KeyValue::new("service.name", "moored"),
             KeyValue::new("service.version", env!("CARGO_PKG_VERSION")),
         ]);
-        let provider = provider.with_resource(service.build()).build();
-        Traces {
+        let provider = SdkTracerProvider::builder()
+            .with_batch_exporter(exporter)
+            .with_resource(service.build())
+            .build();
+        Ok(Traces {
             tracer: provider.tracer("moored"),
             provider,
             jobs: Mutex::default(),
-        }
+        })
     }
 
     /// Sends what was not sent yet. Called once, at the end.

@@ -169,17 +169,21 @@ where
         if let Some(connection) = &connection {
             request.extensions_mut().insert(connection.tcp.clone()); // where tonic looks for the address
         }
-        let protocol = self.protocols.of(&request);
         let path = request.uri().path().trim_start_matches('/').to_owned();
         let limits = self.limits.clone();
         // The access layer sets this. Without that layer no caller counts as known.
         let admitted = request.extensions().get().cloned();
-        let admitted = admitted.unwrap_or_else(|| Admitted {
-            method: protocol.method(&request),
-            is_known: false,
-            holder: None,
-            trace: None,
+        let admitted: Admitted = admitted.unwrap_or_else(|| {
+            let protocol = self.protocols.of(&request);
+            Admitted {
+                protocol,
+                method: protocol.method(&request),
+                is_known: false,
+                holder: None,
+                trace: None,
+            }
         });
+        let protocol = admitted.protocol;
         let call = match limits.admit(connection.as_ref(), &admitted) {
             Ok(call) => call,
             Err(refusal) => return Box::pin(std::future::ready(Ok((protocol.answer)(refusal)))),

@@ -1,9 +1,7 @@
 //! The tools: what each takes, who may call it, and the call that it makes.
 
 use access::Role;
-use calls::{
-    Asked, AskedOptions, AskedTrack, Encoding, OfMedium, PictureInput, Planned, Service, policy_name,
-};
+use calls::{Asked, AskedOptions, AskedTrack, Encoding, OfMedium, Planned, Service, policy_name};
 use engine::Error;
 use engine::job::Call;
 use model::{Medium, Sampling};
@@ -342,19 +340,15 @@ async fn asked_image(service: &Service, arguments: ImageArguments, asker: &Asker
         of_medium: OfMedium::Image,
         ..Asked::default()
     };
-    let input = |data| PictureInput {
-        data: Some(data),
-        ..PictureInput::default()
-    };
     if let Some(mask) = &arguments.mask {
         let mask = resources::picture(service, "mask", mask, asker).await?;
-        asked.mask = Some(input(mask));
+        asked.mask = Some(mask.into());
     }
     if let Some(image) = &arguments.image {
         let image = resources::picture(service, "image", image, asker).await?;
         match asked.mask.is_some() || asked.sampling.strength.is_some() {
             true => asked.init_image = Some(image),
-            false => asked.references = vec![input(image)],
+            false => asked.references = vec![image.into()],
         }
     }
     Ok(asked)
