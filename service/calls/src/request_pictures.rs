@@ -7,7 +7,7 @@ use bytes::Bytes;
 use engine::Error;
 use engine::job::Reach;
 use media::pictures;
-use model::{Clip, InitImage, Mask, Medium, Model, Picture, PictureSlot, Request};
+use model::{Clip, InitImage, Mask, Medium, Model, Picture, PictureSlot, ReferenceFit, Request};
 
 use crate::asked::{Asked, StartFrom, named};
 use crate::budget::{Client, Taken};
@@ -163,12 +163,7 @@ impl Generation {
     ) -> Result<Vec<InitImage>, Error> {
         let is_reference = |slot: &PictureSlot| matches!(slot, PictureSlot::Reference(_));
         let references = pictures.0.iter().filter(|(slot, _)| is_reference(slot));
-        let taken = references.map(|(_, reference)| {
-            let (width, height) = reference.size;
-            let size = model.reference_size(width, height);
-            let size = size.map_err(|problem| Error::Invalid(vec![problem]))?;
-            Ok(InitImage::of_size(size.unwrap_or(reference.size)))
-        });
+        let taken = references.map(|(_, reference)| Ok(InitImage::of_size(fit(model, reference)?.size)));
         taken.collect()
     }
 
@@ -184,9 +179,9 @@ impl Generation {
         if pictures.0.is_empty() {
             return Ok(None);
         }
-        let (asked, model) = (request.clone(), model.clone());
+        let (asked, planner) = (request.clone(), model.clone());
         let planned = PLANNING
-            .run_of(("plans", client), move |_| model.plan(&asked))
+            .run_of(("plans", client), move |_| planner.plan(&asked))
             .await?;
         planned.map_err(Error::Invalid)?;
         let bytes = request.medium.pictures().iter().map(Picture::whole_bytes).sum();
@@ -194,31 +189,41 @@ impl Generation {
         let taken = taken.map_err(refused)?;
         for picture in request.medium.pictures_mut() {
             if let Some(pictures) = pictures.take(picture.slot) {
-                let size = (*picture.width, *picture.height);
-                *picture.data = self.decoded(pictures, picture.slot, size, client).await?.into();
+                let fit = match picture.slot {
+                    PictureSlot::Reference(_) => fit(&**model, &pictures)?,
+                    _ => ReferenceFit::scaled_to((*picture.width, *picture.height)),
+                };
+                *picture.data = self.decoded(pictures, picture.slot, fit, client).await?.into();
             }
         }
         Ok(Some(taken))
     }
 
-    /// The data of a picture, decoded and scaled to this size.
+    /// The data of a picture, decoded and scaled, of which the middle may be cut out.
     async fn decoded(
         &self,
         pictures: RequestPicture,
         slot: PictureSlot,
-        size: (u32, u32),
+        fit: ReferenceFit,
         client: Client,
     ) -> Result<Vec<u8>, Error> {
         let RequestPicture { field, data, .. } = pictures;
         let decode = move |cancel: &_| match slot {
-            PictureSlot::Mask => pictures::decode_mask(&data, size, cancel),
+            PictureSlot::Mask => pictures::decode_mask(&data, fit.scaled, cancel),
             PictureSlot::Start | PictureSlot::End | PictureSlot::Reference(_) | PictureSlot::Control(_) => {
-                pictures::decode(&data, Some(size), cancel).map(|pixels| pixels.rgb)
+                pictures::decode(&data, Some(fit.scaled), cancel).map(|pixels| fit.cut(pixels.rgb, 3))
             }
         };
         let decoded = self.decoding.run_of((PICTURES, client), decode).await?;
         decoded.map_err(|problem| invalid(&field, problem.to_string()))
     }
+}
+
+/// How the model takes a reference picture.
+fn fit(model: &dyn Model, reference: &RequestPicture) -> Result<ReferenceFit, Error> {
+    let (width, height) = reference.size;
+    let fit = model.reference_fit(width, height);
+    fit.map_err(|problem| Error::Invalid(vec![problem]))
 }
 
 /// The mask of a request in the size of its picture.

@@ -52,7 +52,7 @@ pub use request::{
     Audio, AudioTask, Clip, ControlUse, Image, InitImage, Mask, Medium, Picture, PictureMut, PictureSlot,
     Request, RequestError, StrengthPoint, Video,
 };
-pub use resize::{Filter, resized, resized_by, resized_while};
+pub use resize::{Filter, ReferenceFit, resized, resized_by, resized_while};
 pub use sampling::{MAX_PROMPT_BYTES, MAX_STEPS, MAX_TOKENS, Sampling};
 pub use smaller::{nearest_frames, smaller_lengths, smaller_sides};
 pub use stage_run::{Observer, StageRun, Unobserved};

@@ -19,6 +19,7 @@ use crate::precision::Precision;
 use crate::quantization::{Formats, Quantization};
 use crate::reads::{Field, Reads};
 use crate::request::{Medium, Request, RequestError};
+use crate::resize::ReferenceFit;
 use crate::smaller::nearest_frames;
 use crate::stage_run::{Observer, StageRun};
 
@@ -173,12 +174,12 @@ pub trait Model: Send + Sync {
         None
     }
 
-    /// The size in which the model takes a reference picture of this size; `None` if it prefers none.
+    /// How the model takes a reference picture of this size: as it is, unless it prefers another size.
     ///
     /// # Errors
     /// When the picture is too small or too narrow.
-    fn reference_size(&self, _width: u32, _height: u32) -> Result<Option<(u32, u32)>, RequestError> {
-        Ok(None)
+    fn reference_fit(&self, width: u32, height: u32) -> Result<ReferenceFit, RequestError> {
+        Ok(ReferenceFit::scaled_to((width, height)))
     }
 
     /// The size of pictures and films, of those that the model makes, next to this one. It is not larger, unless this size is

@@ -96,9 +96,9 @@ pub struct Image {
     pub init_image: Option<InitImage>,
     /// Inpainting: the part of the start that changes, already of `width` x `height`.
     pub mask: Option<Mask>,
-    /// Editing: pictures that the prompt is about, in sizes that the model takes ([`Model::reference_size`]).
+    /// Editing: pictures that the prompt is about, in sizes that the model takes ([`Model::reference_fit`]).
     ///
-    /// [`Model::reference_size`]: crate::Model::reference_size
+    /// [`Model::reference_fit`]: crate::Model::reference_fit
     pub references: Vec<InitImage>,
     /// ControlNets, in order.
     pub controls: Vec<ControlUse>,

@@ -40,6 +40,39 @@ impl Filter {
     }
 }
 
+/// How a model takes a picture: scaled to one size, of which the middle is cut out in another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReferenceFit {
+    /// Width and height after scaling.
+    pub scaled: (u32, u32),
+    /// Width and height of what is cut out, at most those.
+    pub size: (u32, u32),
+}
+
+impl ReferenceFit {
+    /// Scaled to a size, and not cut.
+    pub fn scaled_to(size: (u32, u32)) -> ReferenceFit {
+        ReferenceFit { scaled: size, size }
+    }
+
+    /// The middle of a scaled picture, rows of interleaved bytes with `channels` for each pixel.
+    #[must_use]
+    pub fn cut(&self, bytes: Vec<u8>, channels: usize) -> Vec<u8> {
+        if self.scaled == self.size {
+            return bytes;
+        }
+        let [width, height, to_width, to_height] =
+            [self.scaled.0, self.scaled.1, self.size.0, self.size.1].map(|side| side as usize);
+        let (left, top) = (
+            width.saturating_sub(to_width) / 2,
+            height.saturating_sub(to_height) / 2,
+        );
+        let rows = bytes.chunks_exact(width * channels).skip(top).take(to_height);
+        let cut = rows.map(|row| &row[left * channels..(left + to_width) * channels]);
+        cut.collect::<Vec<_>>().concat()
+    }
+}
+
 /// Scales rows of interleaved bytes, `channels` for each pixel, from one size to another (width, height), by Lanczos'
 /// filter.
 ///
@@ -181,6 +214,17 @@ mod tests {
     use candle_core::{Device, Tensor};
 
     use super::*;
+
+    #[test]
+    fn the_middle_of_a_picture_is_cut_out() {
+        let fit = ReferenceFit {
+            scaled: (5, 4),
+            size: (2, 2),
+        };
+        let bytes: Vec<u8> = (0..20).collect();
+        assert_eq!(fit.cut(bytes.clone(), 1), [6, 7, 11, 12]);
+        assert_eq!(ReferenceFit::scaled_to((5, 4)).cut(bytes.clone(), 1), bytes);
+    }
 
     #[test]
     fn scaled_pictures_equal_pillows_to_the_byte() {

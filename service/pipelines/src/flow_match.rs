@@ -154,7 +154,8 @@ impl SchedulerConfig {
         self.sigmas_of_mu(steps, self.mu(tokens).min(most))
     }
 
-    fn sigmas_of_mu(&self, steps: u32, mu: f64) -> Vec<f32> {
+    /// [`SchedulerConfig::sigmas`], with this exponent of the dynamic shift.
+    pub fn sigmas_of_mu(&self, steps: u32, mu: f64) -> Vec<f32> {
         let last = 1.0 / f64::from(steps);
         let stride = (last - 1.0) / f64::from(steps.saturating_sub(1).max(1));
         let linear = (0..steps).map(|i| {

@@ -11,6 +11,7 @@ mod files;
 mod film_lengths;
 pub mod flow_match;
 pub mod flux;
+pub mod flux2;
 pub mod hunyuan;
 pub mod instant;
 mod layer_norm;
@@ -42,6 +43,7 @@ pub use ops::{
 /// All families of this build. A new family is a folder and a line here.
 pub fn families() -> FamilyList {
     FamilyList::new(vec![
+        Box::new(flux2::Flux2),
         Box::new(flux::Flux),
         Box::new(z_image::ZImage),
         Box::new(hunyuan::Hunyuan),

@@ -18,16 +18,46 @@ pub(crate) struct Start {
     pub(crate) kept: Option<Kept>,
 }
 
-/// The unmasked part of a latent: as in diffusers' inpainting pipelines, a cell of the latent changes if the top left
-/// of its pixels does. All f32, in host memory.
+/// The unmasked part of a latent, as in diffusers' inpainting pipelines. All f32, in host memory.
 #[derive(Debug)]
 pub(crate) struct Kept {
-    /// 1 where the latent changes, else 0.
+    /// 1 where the latent changes, else 0; between them where the cell changes in part.
     pub(crate) mask: Tensor,
     /// The noise that the start is mixed with.
     pub(crate) noise: Tensor,
     /// The latent of the start.
     pub(crate) image: Tensor,
+}
+
+/// How a family starts from a picture.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StartRule {
+    /// Draws of other stages before those of the start and of the noise.
+    pub(crate) draws_before: usize,
+    /// Whether the encoded start is a draw from its distribution, rather than its mode.
+    pub(crate) is_drawn: bool,
+    /// How the mask is read.
+    pub(crate) cells: MaskCells,
+}
+
+impl StartRule {
+    /// A start that is drawn, as in most families.
+    pub(crate) fn drawn_after(draws_before: usize) -> StartRule {
+        StartRule {
+            draws_before,
+            is_drawn: true,
+            cells: MaskCells::TopLeft,
+        }
+    }
+}
+
+/// The pixels of a mask that decide over a cell of the latent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum MaskCells {
+    /// The top left one: the nearest to it in `torch.nn.functional.interpolate`.
+    TopLeft,
+    /// The mean of the four in the middle: `bilinear` in the same function, whose cells change by quarters.
+    Middle,
 }
 
 impl Kept {
@@ -58,17 +88,25 @@ impl Kept {
     }
 }
 
-/// The cells of a mask, `[1, channels, h, w]` of 0 and 1, for a latent of this shape.
-fn cells(mask: &Mask, shape: &[usize]) -> candle_core::Result<Tensor> {
+/// The cells of a mask, `[1, channels, h, w]` of 0 to 1, for a latent of this shape.
+fn cells(mask: &Mask, by: MaskCells, shape: &[usize]) -> candle_core::Result<Tensor> {
     let &[_, channels, h, w] = shape else {
         candle_core::bail!("a mask for a latent of shape {shape:?}");
     };
     let (width, height) = (mask.width as usize, mask.height as usize);
-    let cell = |row: usize, column: usize| {
-        let place = (row * height / h) * width + column * width / w;
-        f32::from(u8::from(
-            mask.grey.get(place).is_some_and(|grey| *grey >= CHANGES),
-        ))
+    let changes = |y: usize, x: usize| {
+        let grey = mask.grey.get(y * width + x);
+        f32::from(u8::from(grey.is_some_and(|grey| *grey >= CHANGES)))
+    };
+    let cell = |row: usize, column: usize| match by {
+        MaskCells::TopLeft => changes(row * height / h, column * width / w),
+        MaskCells::Middle => {
+            let middle = |at: usize, side: usize, cells: usize| (2 * at + 1) * side / (2 * cells);
+            let (y, x) = (middle(row, height, h), middle(column, width, w));
+            let rows = [y.saturating_sub(1), y].into_iter();
+            let pixels = rows.flat_map(|y| [(y, x.saturating_sub(1)), (y, x)]);
+            pixels.map(|(y, x)| changes(y, x)).sum::<f32>() / 4.0
+        }
     };
     let cells: Vec<f32> = (0..h)
         .flat_map(|row| (0..w).map(move |column| cell(row, column)))
@@ -97,7 +135,7 @@ pub(crate) fn steps_run(request: &Request) -> u32 {
 
 /// The initial noise of a request, mixed with a latent of the same shape if there is one: an encoded picture, or a latent from
 /// the client. `get_timesteps` and `prepare_latents` of diffusers' image to image pipelines. `sigmas` are those of all steps,
-/// with the final zero. `draws_before` draws of other stages precede that of the start, if there is one, and that of the noise.
+/// with the final zero. `rule` says which draws precede that of the noise.
 /// Computed in host memory: a card would have to load kernels for it.
 ///
 /// # Errors
@@ -107,7 +145,7 @@ pub(crate) fn start(
     request: &Request,
     shape: &[usize],
     latent: Option<&HostTensor>,
-    draws_before: usize,
+    rule: StartRule,
 ) -> Result<Start, StageError> {
     let &Request {
         steps,
@@ -117,8 +155,8 @@ pub(crate) fn start(
     } = request;
     let count = shape.iter().product();
     let mut generator = Generator::new(seed);
-    let draws_start = request.medium.has_start() && !request.from_values;
-    for _ in 0..draws_before + usize::from(draws_start) {
+    let draws_start = rule.is_drawn && request.medium.has_start() && !request.from_values;
+    for _ in 0..rule.draws_before + usize::from(draws_start) {
         let _sample_of_what_was_encoded = generator.normal(count);
     }
     let noise = Tensor::from_vec(generator.normal(count), shape, &Device::Cpu)?;
@@ -145,7 +183,7 @@ pub(crate) fn start(
     };
     let kept = mask.map(|mask| -> Result<Kept, StageError> {
         Ok(Kept {
-            mask: cells(mask, shape)?,
+            mask: cells(mask, rule.cells, shape)?,
             noise,
             image,
         })

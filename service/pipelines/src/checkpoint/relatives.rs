@@ -82,6 +82,7 @@ mod tests {
                 &[
                     "double_blocks.0.img_attn.qkv.weight",
                     "double_stream_modulation_img.lin.weight",
+                    "guidance_in.in_layer.weight",
                 ][..],
             ),
             (

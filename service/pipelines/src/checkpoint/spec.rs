@@ -50,6 +50,12 @@ impl Layout {
         }
     }
 
+    /// A weight `[outputs, inputs]` of a layer without a bias, as [`Layout::linear`].
+    pub(crate) fn weight(&mut self, name: &str, [outputs, inputs]: [usize; 2], theirs: &str, first: usize) {
+        let theirs = format!("{theirs}.weight");
+        self.rows(&format!("{name}.weight"), vec![outputs, inputs], &theirs, first);
+    }
+
     /// A tensor, which in a single file is rows of `theirs` from `first` on.
     pub(crate) fn rows(&mut self, name: &str, shape: Vec<usize>, theirs: &str, first: usize) {
         let count = shape.first().copied().unwrap_or_default();

@@ -121,7 +121,11 @@ pub(crate) fn of_base<C: TransformerFiles>(base: &Path) -> Result<C, ModelError>
 
 /// The lengths of the axes of a rotary embedding, which no tensor shows: those of the base if they are of heads of this width,
 /// or the published ones.
-pub(crate) fn rotary_axes(head: usize, of_base: [usize; 3], published: [usize; 3]) -> [usize; 3] {
+pub(crate) fn rotary_axes<const N: usize>(
+    head: usize,
+    of_base: [usize; N],
+    published: [usize; N],
+) -> [usize; N] {
     match of_base.iter().sum::<usize>() == head {
         true => of_base,
         false => published,

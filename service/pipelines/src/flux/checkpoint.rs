@@ -41,15 +41,15 @@ pub(super) const MARKS: Marks = Marks {
     class_prefix: "Flux",
     pipelines: &PIPELINES,
     namings: [
-        // HunyuanVideo has blocks of the same names, and convolves its input.
+        // HunyuanVideo has blocks of the same names, and convolves its input; in FLUX.2 blocks have no modulators.
         (
             Naming::Authors,
-            &["double_blocks.0.img_attn.", "single_blocks.0.", "img_in.weight"],
+            &["double_blocks.0.img_mod.", "single_blocks.0.", "img_in.weight"],
         ),
         (
             Naming::Diffusers,
             &[
-                "transformer_blocks.0.",
+                "transformer_blocks.0.norm1.",
                 "single_transformer_blocks.0.",
                 "x_embedder.weight",
             ],

@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::files::check_sizes;
-use crate::mmdit::BlocksShape;
+use crate::mmdit::{BlocksShape, Design};
 
 /// Configuration of the transformer, diffusers' `FluxTransformer2DModel`; missing fields have that class's defaults.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -67,6 +67,7 @@ impl TransformerConfig {
     /// The shape of the blocks.
     pub(crate) fn blocks(&self) -> BlocksShape {
         BlocksShape {
+            design: Design::Flux1,
             heads: self.num_attention_heads,
             head: self.attention_head_dim,
             double: self.num_layers,

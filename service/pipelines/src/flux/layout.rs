@@ -78,7 +78,11 @@ pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {
         );
     }
     list.blocks(&config.blocks(), &BFL);
-    list.swapped("norm_out.linear", width, "final_layer.adaLN_modulation.1");
+    list.swapped(
+        "norm_out.linear",
+        &config.blocks(),
+        "final_layer.adaLN_modulation.1",
+    );
     list.linear("proj_out", [config.out_width(), width], "final_layer.linear", 0);
     list.0
 }

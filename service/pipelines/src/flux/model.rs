@@ -7,7 +7,7 @@ use std::sync::Arc;
 use model::Memo;
 use model::bounds::{self, PIXELS_PER_TOKEN, problems};
 use model::plan::names;
-use model::{LeftOut, Passes, Reads, smaller_sides};
+use model::{LeftOut, Passes, Reads, ReferenceFit, smaller_sides};
 use residency::Bytes;
 
 use super::adapter_targets::adapter_targets;
@@ -324,10 +324,10 @@ impl Model for FluxModel {
         Prompts::texts(request).left_out(request, |text| self.t5_tokenizer.left_out(text, most).ok())
     }
 
-    fn reference_size(&self, width: u32, height: u32) -> Result<Option<(u32, u32)>, RequestError> {
+    fn reference_fit(&self, width: u32, height: u32) -> Result<ReferenceFit, RequestError> {
         match self.variant {
-            Variant::Kontext => preferred_size(width, height).map(Some),
-            Variant::Plain | Variant::Fill => Ok(None),
+            Variant::Kontext => preferred_size(width, height).map(ReferenceFit::scaled_to),
+            Variant::Plain | Variant::Fill => Ok(ReferenceFit::scaled_to((width, height))),
         }
     }
 

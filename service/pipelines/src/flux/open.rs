@@ -63,7 +63,7 @@ impl FluxModel {
         let (transformer, transformer_files): (TransformerConfig, _) =
             transformer.open(base, wanted.of("transformer"))?;
         let alone = (!is_folder).then_some(path);
-        let vae = kl::Place::of(base, alone, transformer.latent_channels())?;
+        let vae = kl::Place::of(base, alone, kl::Published::Flux1, transformer.latent_channels())?;
         let clip: ClipConfig = checked(&base.join("text_encoder/config.json"), ClipConfig::check)?;
         let t5: T5Config = checked(&base.join("text_encoder_2/config.json"), T5Config::check)?;
         check_widths(base, &transformer, &clip, &t5)?;

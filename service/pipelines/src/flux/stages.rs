@@ -20,7 +20,7 @@ use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoders::kl::stages::{Run, send_preview};
 use crate::sampling::{Conditions, Prompts, SampledLatent};
 use crate::stage::{Stage, named, unknown};
-use crate::start::{Start, start};
+use crate::start::{Start, StartRule, start};
 use crate::tensors::to_host;
 use crate::text::clip::ClipEncoder;
 use crate::text::t5::T5Encoder;
@@ -153,8 +153,13 @@ impl Stage<'_, FluxModel> {
         let sigmas = self.model.scheduler.sigmas(request.steps, rows * columns);
         let shape = self.model.autoencoder().latent(image).shape;
         let start_latent = self.run.value_if_taken(LATENT)?;
-        let Start { sigmas, latent, kept } =
-            start(sigmas, request, &shape, start_latent, image.controls.len())?;
+        let Start { sigmas, latent, kept } = start(
+            sigmas,
+            request,
+            &shape,
+            start_latent,
+            StartRule::drawn_after(image.controls.len()),
+        )?;
         // Fill blends nothing: the mask is an input of the transformer.
         let kept = kept.filter(|_| self.model.variant != Variant::Fill);
         let kept = kept.map(|kept| kept.arranged(pack)).transpose()?;

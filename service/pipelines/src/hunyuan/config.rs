@@ -3,7 +3,7 @@
 use serde::Deserialize;
 
 use crate::files::check_sizes;
-use crate::mmdit::BlocksShape;
+use crate::mmdit::{BlocksShape, Design};
 
 /// Configuration of the transformer: diffusers' `HunyuanVideoTransformer3DModel` and
 /// `HunyuanVideoFramepackTransformer3DModel`; missing fields have those classes' defaults.
@@ -97,6 +97,7 @@ impl TransformerConfig {
     /// The shape of the blocks.
     pub(crate) fn blocks(&self) -> BlocksShape {
         BlocksShape {
+            design: Design::Flux1,
             heads: self.num_attention_heads,
             head: self.attention_head_dim,
             double: self.num_layers,

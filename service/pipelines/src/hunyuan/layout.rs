@@ -105,7 +105,11 @@ pub(super) fn layout(config: &TransformerConfig) -> Vec<TensorSpec> {
         }
     }
     list.blocks(&config.blocks(), &TENCENT);
-    list.swapped("norm_out.linear", width, "final_layer.adaLN_modulation.1");
+    list.swapped(
+        "norm_out.linear",
+        &config.blocks(),
+        "final_layer.adaLN_modulation.1",
+    );
     list.linear("proj_out", [config.token_width(), width], "final_layer.linear", 0);
     list.0
 }

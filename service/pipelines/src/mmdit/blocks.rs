@@ -1,65 +1,88 @@
 //! The transformer's blocks. They compute in [`Buffers`], allocated once per request: a step allocates nothing.
 //!
+//! FLUX.1 and FLUX.2 build them differently ([`Design`]): `FluxTransformerBlock` and `FluxSingleTransformerBlock`,
+//! `Flux2TransformerBlock` and `Flux2SingleTransformerBlock` in diffusers.
+//!
 //! Between two layers there is one fused pass: the residual, and the norm and modulation of the next layer. So a block
 //! begins with normalized rows, and ends by normalizing for the next block.
 
 use candle_core::{DType, Result, Tensor};
 use gpu::MissingTensor;
-use ops::{Angles, Epilogue, Mask, Pairs, QkNorm, Scratch};
+use ops::{Angles, Epilogue, LayerTo, Mask, Nonlinearity, Pairs, QkNorm, Scratch};
 
 use super::buffers::{Added, Buffers, EPS, Next, Part, attends_for_some};
-use super::shape::BlocksShape;
+use super::shape::{BlocksShape, Design};
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 use crate::rotary::Rotations;
 
-/// The query, key and value projections of one stream, with per-head norms of queries and keys.
-struct Projection {
-    query: Linear,
-    key: Linear,
-    value: Linear,
-    query_norm: Tensor,
-    key_norm: Tensor,
+/// A layer of a block: FLUX.2's have no biases.
+fn layer(
+    tensors: &AdaptedTensors<'_>,
+    name: &str,
+    (inputs, outputs): (usize, usize),
+    shape: &BlocksShape,
+) -> std::result::Result<Linear, MissingTensor> {
+    match shape.design {
+        Design::Flux1 => Linear::new(tensors, name, inputs, outputs),
+        Design::Flux2 => Linear::without_bias(tensors, name, inputs, outputs),
+    }
 }
 
-impl Projection {
-    /// `names` are those of the query, key and value projections and of the two norms.
+/// The norms of each head of queries and of keys.
+struct HeadNorms {
+    query: Tensor,
+    key: Tensor,
+}
+
+impl HeadNorms {
     fn new(
         tensors: &AdaptedTensors<'_>,
         block: &str,
-        names: [&str; 5],
+        names: [&str; 2],
         shape: &BlocksShape,
-    ) -> std::result::Result<Projection, MissingTensor> {
-        let width = shape.width();
-        let linear = |name: &str| Linear::new(tensors, &format!("{block}.attn.{name}"), width, width);
+    ) -> std::result::Result<HeadNorms, MissingTensor> {
         let norm = |name: &str| tensors.shaped(&format!("{block}.attn.{name}.weight"), &[shape.head]);
-        Ok(Projection {
-            query: linear(names[0])?,
-            key: linear(names[1])?,
-            value: linear(names[2])?,
-            query_norm: norm(names[3])?,
-            key_norm: norm(names[4])?,
+        Ok(HeadNorms {
+            query: norm(names[0])?,
+            key: norm(names[1])?,
         })
     }
 
-    fn layers(&self) -> [&Linear; 3] {
-        [&self.query, &self.key, &self.value]
-    }
-
-    /// Queries, keys and values of a part, normalized and rotated, into the joint buffer.
-    fn forward(&self, part: &Part, as_codes: bool, angles: Angles<'_>, scratch: &Scratch) -> Result<()> {
-        let layers = [
-            self.query.to(&part.query)?,
-            self.key.to(&part.key)?,
-            self.value.to(&part.value)?,
-        ];
-        ops::linears_into(part.normed(as_codes), &layers, Epilogue::None, scratch)?;
+    /// Normalizes and rotates the queries and keys of a part.
+    fn apply(&self, part: &Part, angles: Angles<'_>) -> Result<()> {
         let norm = QkNorm::PerHead {
-            q: &self.query_norm,
-            k: &self.key_norm,
+            q: &self.query,
+            k: &self.key,
             eps: EPS,
         };
         ops::qk_norm_rope(&part.query, &part.key, norm, Some(angles), Pairs::Neighbours)
+    }
+}
+
+/// The query, key and value projections of a part.
+struct Projections([Linear; 3]);
+
+impl Projections {
+    fn new(
+        tensors: &AdaptedTensors<'_>,
+        block: &str,
+        names: [&str; 3],
+        shape: &BlocksShape,
+    ) -> std::result::Result<Projections, MissingTensor> {
+        let sizes = (shape.width(), shape.width());
+        let linear = |name: &str| layer(tensors, &format!("{block}.attn.{name}"), sizes, shape);
+        Ok(Projections([
+            linear(names[0])?,
+            linear(names[1])?,
+            linear(names[2])?,
+        ]))
+    }
+
+    /// The layers with their outputs in the joint buffer.
+    fn to<'a>(&'a self, part: &'a Part) -> Result<[LayerTo<'a>; 3]> {
+        let Projections([query, key, value]) = self;
+        Ok([query.to(&part.query)?, key.to(&part.key)?, value.to(&part.value)?])
     }
 }
 
@@ -73,7 +96,7 @@ fn attend(all: &Part, needed: &Part) -> Result<()> {
     ops::attention(&of.query, &all.key, &all.value, scale, Mask::None, &of.attended)
 }
 
-/// `FeedForward` with the tanh approximation of GELU.
+/// A feed-forward: `FeedForward` with the tanh approximation of GELU, or `Flux2FeedForward`, which is gated by SiLU.
 struct FeedForward {
     up: Linear,
     down: Linear,
@@ -86,10 +109,33 @@ impl FeedForward {
         shape: &BlocksShape,
     ) -> std::result::Result<Self, MissingTensor> {
         let (width, inner) = (shape.width(), shape.feed_forward_width());
+        let [up, down] = shape.design.feed_forward();
         Ok(FeedForward {
-            up: Linear::new(tensors, &format!("{name}.net.0.proj"), width, inner)?,
-            down: Linear::new(tensors, &format!("{name}.net.2"), inner, width)?,
+            up: layer(
+                tensors,
+                &format!("{name}.{up}"),
+                (width, shape.raised_width()),
+                shape,
+            )?,
+            down: layer(tensors, &format!("{name}.{down}"), (inner, width), shape)?,
         })
+    }
+
+    /// From the normalized rows to the branch.
+    fn forward(&self, part: &Part, as_codes: bool, scratch: &Scratch) -> Result<()> {
+        let normed = part.normed(as_codes);
+        match &part.gated {
+            None => self
+                .up
+                .forward_into(normed, Epilogue::GeluTanh, &part.inner, scratch)?,
+            Some(gated) => {
+                self.up
+                    .forward_into(normed, Epilogue::None, &gated.both, scratch)?;
+                ops::glu(&gated.gate, &gated.raised, Nonlinearity::Silu, &part.inner)?;
+            }
+        }
+        self.down
+            .forward_into(&part.inner, Epilogue::None, &part.branch, scratch)
     }
 }
 
@@ -108,11 +154,12 @@ impl Modulator {
     pub(crate) fn new(
         tensors: &AdaptedTensors<'_>,
         name: &str,
-        width: usize,
+        shape: &BlocksShape,
         parts: usize,
     ) -> std::result::Result<Modulator, MissingTensor> {
+        let sizes = (shape.width(), parts * shape.width());
         Ok(Modulator {
-            linear: Linear::new(tensors, &format!("{name}.linear"), width, parts * width)?,
+            linear: layer(tensors, &format!("{name}.linear"), sizes, shape)?,
             parts,
         })
     }
@@ -128,14 +175,16 @@ impl Modulator {
 
 /// One stream of a double block: the layers that text and picture have separately.
 struct Stream {
-    modulator: Modulator,
-    projection: Projection,
+    /// `None` where all blocks share one.
+    modulator: Option<Modulator>,
+    projections: Projections,
+    norms: HeadNorms,
     output: Linear,
     feed_forward: FeedForward,
 }
 
 /// The modulation of one stream: shift, scale and gate around attention, then around the feed-forward.
-type StreamModulation = Vec<Tensor>;
+pub(super) type StreamModulation = Vec<Tensor>;
 
 /// Row `step` of the modulations of all steps, `[1, width]` each.
 fn at_step(parts: &[Tensor], step: usize) -> Result<Vec<Tensor>> {
@@ -164,12 +213,19 @@ fn take_codes<'a>(layers: impl IntoIterator<Item = &'a Linear>, dtype: DType) ->
 impl Stream {
     fn layers(&self) -> impl Iterator<Item = &Linear> {
         let feed_forward = [&self.output, &self.feed_forward.up, &self.feed_forward.down];
-        self.projection.layers().into_iter().chain(feed_forward)
+        self.projections.0.iter().chain(feed_forward)
     }
 
     /// The norm before the projections.
     fn next(&self, modulation: &StreamModulation, step: usize) -> Result<Next> {
-        next_of(modulation, step, self.projection.layers())
+        next_of(modulation, step, &self.projections.0)
+    }
+
+    /// Queries, keys and values of a part, normalized and rotated, into the joint buffer.
+    fn project(&self, part: &Part, as_codes: bool, angles: Angles<'_>, scratch: &Scratch) -> Result<()> {
+        let layers = self.projections.to(part)?;
+        ops::linears_into(part.normed(as_codes), &layers, Epilogue::None, scratch)?;
+        self.norms.apply(part, angles)
     }
 
     /// Adds attention to the residual, runs the feed-forward, and adds `added` to the first rows; normalizes for
@@ -183,28 +239,45 @@ impl Stream {
         scratch: &Scratch,
     ) -> Result<()> {
         let gates = at_step(modulation, step)?;
-        let FeedForward { up, down } = &self.feed_forward;
         self.output
             .forward_into(&part.attended, Epilogue::None, &part.branch, scratch)?;
-        let inside = next_of(&modulation[3..], step, [up])?;
+        let inside = next_of(&modulation[3..], step, [&self.feed_forward.up])?;
         part.pass_on(&gates[2], &inside)?;
-        up.forward_into(
-            part.normed(inside.as_codes),
-            Epilogue::GeluTanh,
-            &part.inner,
-            scratch,
-        )?;
-        down.forward_into(&part.inner, Epilogue::None, &part.branch, scratch)?;
+        self.feed_forward.forward(part, inside.as_codes, scratch)?;
         part.add(added)?;
         part.pass_on(&gates[5], next)
     }
 }
 
-/// `FluxTransformerBlock`: text and picture with separate weights and joint attention.
+/// Text and picture with separate weights and joint attention.
 pub(super) struct DoubleBlock {
     picture: Stream,
     text: Stream,
 }
+
+/// Names of one stream of a double block in diffusers.
+struct NamesOfStream {
+    modulator: &'static str,
+    projections: [&'static str; 3],
+    norms: [&'static str; 2],
+    output: &'static str,
+    feed_forward: &'static str,
+}
+
+const PICTURE: NamesOfStream = NamesOfStream {
+    modulator: "norm1",
+    projections: ["to_q", "to_k", "to_v"],
+    norms: ["norm_q", "norm_k"],
+    output: "to_out.0",
+    feed_forward: "ff",
+};
+const TEXT: NamesOfStream = NamesOfStream {
+    modulator: "norm1_context",
+    projections: ["add_q_proj", "add_k_proj", "add_v_proj"],
+    norms: ["norm_added_q", "norm_added_k"],
+    output: "to_add_out",
+    feed_forward: "ff_context",
+};
 
 impl DoubleBlock {
     pub(super) fn new(
@@ -212,34 +285,23 @@ impl DoubleBlock {
         name: &str,
         shape: &BlocksShape,
     ) -> std::result::Result<DoubleBlock, MissingTensor> {
-        let stream = |norm: &str, projections: [&str; 5], output: &str, feed_forward: &str| {
+        let stream = |names: &NamesOfStream| {
+            let modulator = || Modulator::new(tensors, &format!("{name}.{}", names.modulator), shape, 6);
+            let output = format!("{name}.attn.{}", names.output);
             Ok(Stream {
-                modulator: Modulator::new(tensors, &format!("{name}.{norm}"), shape.width(), 6)?,
-                projection: Projection::new(tensors, name, projections, shape)?,
-                output: Linear::new(
-                    tensors,
-                    &format!("{name}.attn.{output}"),
-                    shape.width(),
-                    shape.width(),
-                )?,
-                feed_forward: FeedForward::new(tensors, &format!("{name}.{feed_forward}"), shape)?,
+                modulator: match shape.design {
+                    Design::Flux1 => Some(modulator()?),
+                    Design::Flux2 => None,
+                },
+                projections: Projections::new(tensors, name, names.projections, shape)?,
+                norms: HeadNorms::new(tensors, name, names.norms, shape)?,
+                output: layer(tensors, &output, (shape.width(), shape.width()), shape)?,
+                feed_forward: FeedForward::new(tensors, &format!("{name}.{}", names.feed_forward), shape)?,
             })
         };
-        let of_text = [
-            "add_q_proj",
-            "add_k_proj",
-            "add_v_proj",
-            "norm_added_q",
-            "norm_added_k",
-        ];
         Ok(DoubleBlock {
-            picture: stream(
-                "norm1",
-                ["to_q", "to_k", "to_v", "norm_q", "norm_k"],
-                "to_out.0",
-                "ff",
-            )?,
-            text: stream("norm1_context", of_text, "to_add_out", "ff_context")?,
+            picture: stream(&PICTURE)?,
+            text: stream(&TEXT)?,
         })
     }
 
@@ -248,12 +310,15 @@ impl DoubleBlock {
         self.picture.layers().chain(self.text.layers())
     }
 
-    /// Modulations of all steps: of the picture, then of the text.
-    pub(super) fn modulate(&self, activated: &Tensor) -> Result<(StreamModulation, StreamModulation)> {
-        Ok((
-            self.picture.modulator.forward(activated)?,
-            self.text.modulator.forward(activated)?,
-        ))
+    /// Modulations of all steps by its own modulators: of the picture, then of the text.
+    pub(super) fn modulate(
+        &self,
+        activated: &Tensor,
+    ) -> Result<Option<(StreamModulation, StreamModulation)>> {
+        let (Some(picture), Some(text)) = (&self.picture.modulator, &self.text.modulator) else {
+            return Ok(None);
+        };
+        Ok(Some((picture.forward(activated)?, text.forward(activated)?)))
     }
 
     /// The norms at the beginning of the block: of the picture, then of the text.
@@ -284,12 +349,10 @@ impl DoubleBlock {
         let scratch = buffers.scratch();
         let turned = rotations.rows(buffers.text, picture.hidden.dim(1)?)?;
         self.picture
-            .projection
-            .forward(&picture, of_picture.as_codes, turned.angles(), scratch)?;
+            .project(&picture, of_picture.as_codes, turned.angles(), scratch)?;
         let turned = rotations.rows(0, buffers.text)?;
         self.text
-            .projection
-            .forward(&text, of_text.as_codes, turned.angles(), scratch)?;
+            .project(&text, of_text.as_codes, turned.angles(), scratch)?;
         attend(&whole, &whole)?;
         self.picture
             .close(&picture, &modulation.0, step, (next.0, added), scratch)?;
@@ -298,11 +361,20 @@ impl DoubleBlock {
     }
 }
 
-/// `FluxSingleTransformerBlock`: attention and feed-forward in parallel over text and picture together.
+/// The first layers of a single block.
+enum SingleInput {
+    /// Queries, keys and values, and the inside of the feed-forward.
+    Separate { projections: Projections, up: Linear },
+    /// All of them in one.
+    Fused(Linear),
+}
+
+/// Attention and feed-forward in parallel over text and picture together.
 pub(super) struct SingleBlock {
-    modulator: Modulator,
-    projection: Projection,
-    up: Linear,
+    /// `None` where all blocks share one.
+    modulator: Option<Modulator>,
+    input: SingleInput,
+    norms: HeadNorms,
     output: Linear,
 }
 
@@ -313,32 +385,55 @@ impl SingleBlock {
         shape: &BlocksShape,
     ) -> std::result::Result<SingleBlock, MissingTensor> {
         let (width, inner) = (shape.width(), shape.feed_forward_width());
-        let projections = ["to_q", "to_k", "to_v", "norm_q", "norm_k"];
+        let linear =
+            |part: &str, inputs, outputs| layer(tensors, &format!("{name}.{part}"), (inputs, outputs), shape);
+        let (modulator, input, output) = match shape.design {
+            Design::Flux1 => (
+                Some(Modulator::new(tensors, &format!("{name}.norm"), shape, 3)?),
+                SingleInput::Separate {
+                    projections: Projections::new(tensors, name, PICTURE.projections, shape)?,
+                    up: linear("proj_mlp", width, inner)?,
+                },
+                "proj_out",
+            ),
+            Design::Flux2 => {
+                let outputs = 3 * width + shape.raised_width();
+                let fused = linear("attn.to_qkv_mlp_proj", width, outputs)?;
+                (None, SingleInput::Fused(fused), "attn.to_out")
+            }
+        };
         Ok(SingleBlock {
-            modulator: Modulator::new(tensors, &format!("{name}.norm"), width, 3)?,
-            projection: Projection::new(tensors, name, projections, shape)?,
-            up: Linear::new(tensors, &format!("{name}.proj_mlp"), width, inner)?,
-            output: Linear::new(tensors, &format!("{name}.proj_out"), width + inner, width)?,
+            modulator,
+            input,
+            norms: HeadNorms::new(tensors, name, PICTURE.norms, shape)?,
+            output: linear(output, width + inner, width)?,
         })
     }
 
     /// Linear layers that a step runs.
     pub(super) fn layers(&self) -> impl Iterator<Item = &Linear> {
-        self.projection
-            .layers()
-            .into_iter()
-            .chain([&self.up, &self.output])
+        self.first_layers().chain([&self.output])
     }
 
-    /// Modulations of all steps.
-    pub(super) fn modulate(&self, activated: &Tensor) -> Result<Vec<Tensor>> {
-        self.modulator.forward(activated)
+    fn first_layers(&self) -> impl Iterator<Item = &Linear> {
+        let (separate, last) = match &self.input {
+            SingleInput::Separate { projections, up } => (&projections.0[..], up),
+            SingleInput::Fused(fused) => (&[][..], fused),
+        };
+        separate.iter().chain([last])
+    }
+
+    /// Modulations of all steps by its own modulator.
+    pub(super) fn modulate(&self, activated: &Tensor) -> Result<Option<Vec<Tensor>>> {
+        let modulator = self.modulator.as_ref();
+        modulator
+            .map(|modulator| modulator.forward(activated))
+            .transpose()
     }
 
     /// The norm at the beginning of the block.
     pub(super) fn first(&self, modulation: &[Tensor], step: usize) -> Result<Next> {
-        let layers = self.projection.layers().into_iter().chain([&self.up]);
-        next_of(modulation, step, layers)
+        next_of(modulation, step, self.first_layers())
     }
 
     /// Runs the block over normalized rows; `rows` of them are needed afterwards, and are normalized for `next`.
@@ -356,12 +451,22 @@ impl SingleBlock {
         let whole = buffers.whole()?;
         let as_codes = self.first(modulation, step)?.as_codes;
         let scratch = buffers.scratch();
-        self.projection
-            .forward(&whole, as_codes, rotations.angles(), scratch)?;
-        // The codes of a part are not a view of the codes of the whole.
-        let up = if as_codes { &whole } else { rows };
-        self.up
-            .forward_into(up.normed(as_codes), Epilogue::GeluTanh, &up.inner, scratch)?;
+        match &self.input {
+            SingleInput::Separate { projections, up } => {
+                let layers = projections.to(&whole)?;
+                ops::linears_into(whole.normed(as_codes), &layers, Epilogue::None, scratch)?;
+                // The codes of a part are not a view of the codes of the whole.
+                let of = if as_codes { &whole } else { rows };
+                up.forward_into(of.normed(as_codes), Epilogue::GeluTanh, &of.inner, scratch)?;
+            }
+            SingleInput::Fused(fused) => {
+                fused.forward_into(whole.normed(as_codes), Epilogue::None, &whole.joint, scratch)?;
+                if let Some(gated) = &rows.gated {
+                    ops::glu(&gated.gate, &gated.raised, Nonlinearity::Silu, &rows.inner)?;
+                }
+            }
+        }
+        self.norms.apply(&whole, rotations.angles())?;
         attend(&whole, rows)?;
         self.output
             .forward_into(&rows.wide, Epilogue::None, &rows.branch, scratch)?;

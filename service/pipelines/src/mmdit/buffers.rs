@@ -22,9 +22,6 @@ pub(crate) fn attends_for_some(tokens: usize, needed: usize) -> bool {
     tokens >= 12 << 10 && 8 * needed <= 7 * tokens
 }
 
-/// Width of `wide` in hidden widths: attention output, and the inside of the feed-forward.
-const WIDE: usize = 5;
-
 /// Buffers of a step, `[batch, tokens, ..]` in the dtype of the card. Text comes first, then the picture.
 #[derive(Clone, Debug)]
 pub(crate) struct Buffers {
@@ -36,9 +33,10 @@ pub(crate) struct Buffers {
     branch: Tensor,
     /// The normalized input quantized to fp8, for native products: u8 `[batch * tokens, width]`.
     codes: Option<CodesOfRows>,
-    /// Queries, keys and values, concatenated in each row, `[batch, tokens, 3 width]`.
+    /// Queries, keys and values, concatenated in each row, `[batch, tokens, 3 width]`; where the feed-forward is gated,
+    /// followed by the gate and what is gated.
     joint: Tensor,
-    /// Attention output, then the inside of the feed-forward, `[batch, tokens, 5 width]`.
+    /// Attention output, then the inside of the feed-forward, `[batch, tokens, width + inner]`.
     wide: Tensor,
     /// Workspace of linear layers.
     scratch: Scratch,
@@ -65,8 +63,8 @@ impl Buffers {
                 true => Some(CodesOfRows::new(batch * tokens, width, device)?),
                 false => None,
             },
-            joint: rows(3)?,
-            wide: rows(WIDE)?,
+            joint: rows(3 + shape.design.gated())?,
+            wide: rows(shape.design.wide())?,
             scratch: Scratch::new(layers.scratch_bytes, device)?,
             heads: shape.heads,
             text,
@@ -88,14 +86,16 @@ impl Buffers {
     }
 
     /// Bytes of the buffers for `rows` rows.
-    pub(crate) fn bytes(width: usize, rows: usize, number: usize) -> u64 {
-        ((1 + 1 + 3 + WIDE) * width * rows * number) as u64
+    pub(crate) fn bytes(shape: &BlocksShape, rows: usize, number: usize) -> u64 {
+        let widths = 1 + 1 + 3 + shape.design.gated() + shape.design.wide();
+        (widths * shape.width() * rows * number) as u64
     }
 
     /// Shapes of the attention over the tokens of one picture and its text, of which `needed` are needed after the blocks.
     pub(crate) fn planned(shape: &BlocksShape, tokens: usize, needed: usize, dtype: DType) -> Vec<Planned> {
         let by_head = (shape.heads, shape.head);
-        let rows = (3 * shape.width(), WIDE * shape.width());
+        let (joint, wide) = (3 + shape.design.gated(), shape.design.wide());
+        let rows = (joint * shape.width(), wide * shape.width());
         let all = AttentionShape::of_rows(tokens, by_head, rows, dtype, MaskShape::None);
         let last = (shape.single > 0 && attends_for_some(tokens, needed)).then(|| AttentionShape {
             queries: needed,
@@ -143,12 +143,22 @@ impl Buffers {
         let (batch, tokens, width) = self.hidden.dims3()?;
         let first = self.first + first;
         let rows = |x: &Tensor| x.narrow(1, first, count);
-        let by_head = |x: &Tensor, widths: usize| {
-            x.reshape((batch, tokens, widths * self.heads, width / self.heads))?
+        let by_head = |x: &Tensor| {
+            let head = width / self.heads;
+            x.reshape((batch, tokens, x.dim(2)? / head, head))?
                 .narrow(1, first, count)
         };
-        let joint = by_head(&self.joint, 3)?;
-        let wide = rows(&self.wide)?;
+        let joint = by_head(&self.joint)?;
+        let (joint_rows, wide) = (rows(&self.joint)?, rows(&self.wide)?);
+        let inner = wide.dim(2)? - width;
+        let gated = match joint_rows.dim(2)? - 3 * width {
+            0 => None,
+            both => Some(Gated {
+                gate: joint_rows.narrow(2, 3 * width, inner)?,
+                raised: joint_rows.narrow(2, 3 * width + inner, inner)?,
+                both: joint_rows.narrow(2, 3 * width, both)?,
+            }),
+        };
         Ok(Part {
             hidden: rows(&self.hidden)?,
             branch: rows(&self.branch)?,
@@ -160,9 +170,11 @@ impl Buffers {
             query: joint.narrow(2, 0, self.heads)?,
             key: joint.narrow(2, self.heads, self.heads)?,
             value: joint.narrow(2, 2 * self.heads, self.heads)?,
-            attended: by_head(&self.wide, WIDE)?.narrow(2, 0, self.heads)?,
-            inner: wide.narrow(2, width, (WIDE - 1) * width)?,
+            attended: by_head(&self.wide)?.narrow(2, 0, self.heads)?,
+            inner: wide.narrow(2, width, inner)?,
             wide,
+            gated,
+            joint: joint_rows,
         })
     }
 }
@@ -190,9 +202,24 @@ pub(crate) struct Part {
     pub(crate) key: Tensor,
     pub(crate) value: Tensor,
     pub(crate) attended: Tensor,
-    /// `[batch, tokens, 4 width]`.
+    /// `[batch, tokens, inner]`.
     pub(crate) inner: Tensor,
     pub(crate) wide: Tensor,
+    /// The rows of a gated feed-forward, after queries, keys and values.
+    pub(super) gated: Option<Gated>,
+    /// Whole rows of queries, keys, values and what is gated.
+    pub(super) joint: Tensor,
+}
+
+/// The output of the first layer of a gated feed-forward.
+#[derive(Debug)]
+pub(super) struct Gated {
+    /// `[batch, tokens, inner]`.
+    pub(super) gate: Tensor,
+    /// `[batch, tokens, inner]`, after the gate.
+    pub(super) raised: Tensor,
+    /// Both, `[batch, tokens, 2 inner]`.
+    pub(super) both: Tensor,
 }
 
 impl Part {

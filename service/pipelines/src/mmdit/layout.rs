@@ -1,12 +1,13 @@
 //! Names and shapes of the blocks' tensors in diffusers, and their places in a single file of their authors, which fuses
 //! queries, keys, values and feed-forwards.
 
-use super::shape::BlocksShape;
+use super::shape::{BlocksShape, Design};
 use crate::checkpoint::{Layout, Rows};
 
 /// Names of one stream of a double block in a single file, after the prefix `double_blocks.N.`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StreamNames {
+    /// Name of the modulator, where blocks have some.
     pub(crate) modulation: &'static str,
     /// Name of the layer of queries, keys and values in one.
     pub(crate) projections: &'static str,
@@ -59,25 +60,38 @@ const STREAMS: [DiffusersStream; 2] = [
 
 impl Layout {
     /// A layer of two parts, the last layer's modulation, whose parts are in the other order in single files.
-    pub(crate) fn swapped(&mut self, name: &str, width: usize, theirs: &str) {
-        self.linear(name, [2 * width, width], theirs, 0);
-        for spec in self.0.iter_mut().rev().take(2) {
+    pub(crate) fn swapped(&mut self, name: &str, shape: &BlocksShape, theirs: &str) {
+        let (width, before) = (shape.width(), self.0.len());
+        self.of_block(shape, name, [2 * width, width], theirs, 0);
+        for spec in &mut self.0[before..] {
             let swapped = [(width, width), (0, width)];
             spec.rows = swapped.map(|(first, count)| Rows { first, count }).to_vec();
         }
     }
 
+    /// A layer of a block, with a bias where the design has biases.
+    fn of_block(&mut self, shape: &BlocksShape, name: &str, sizes: [usize; 2], theirs: &str, first: usize) {
+        match shape.design {
+            Design::Flux1 => self.linear(name, sizes, theirs, first),
+            Design::Flux2 => self.weight(name, sizes, theirs, first),
+        }
+    }
+
     /// All blocks.
     pub(crate) fn blocks(&mut self, shape: &BlocksShape, theirs: &BlockNames) {
-        let (width, inner) = (shape.width(), shape.feed_forward_width());
+        let (width, inner, raised) = (shape.width(), shape.feed_forward_width(), shape.raised_width());
+        let [up_name, down_name] = shape.design.feed_forward();
         for i in 0..shape.double {
             let (block, file) = (format!("transformer_blocks.{i}"), format!("double_blocks.{i}"));
             for (stream, theirs) in STREAMS.iter().zip(&theirs.streams) {
-                let modulation = format!("{block}.{}.linear", stream.modulation);
-                let in_file = format!("{file}.{}", theirs.modulation);
-                self.linear(&modulation, [6 * width, width], &in_file, 0);
+                if shape.design == Design::Flux1 {
+                    let modulation = format!("{block}.{}.linear", stream.modulation);
+                    let in_file = format!("{file}.{}", theirs.modulation);
+                    self.linear(&modulation, [6 * width, width], &in_file, 0);
+                }
                 for (part, name) in stream.projections.iter().enumerate() {
-                    self.linear(
+                    self.of_block(
+                        shape,
                         &format!("{block}.attn.{name}"),
                         [width, width],
                         &format!("{file}.{}", theirs.projections),
@@ -85,19 +99,22 @@ impl Layout {
                     );
                 }
                 let output = format!("{block}.attn.{}", stream.output);
-                self.linear(&output, [width, width], &format!("{file}.{}", theirs.output), 0);
+                let in_file = format!("{file}.{}", theirs.output);
+                self.of_block(shape, &output, [width, width], &in_file, 0);
                 let feed_forward = format!("{block}.{}", stream.feed_forward);
-                let [up, down] = theirs.feed_forward;
-                self.linear(
-                    &format!("{feed_forward}.net.0.proj"),
-                    [inner, width],
-                    &format!("{file}.{up}"),
+                let [up, down] = theirs.feed_forward.map(|name| format!("{file}.{name}"));
+                self.of_block(
+                    shape,
+                    &format!("{feed_forward}.{up_name}"),
+                    [raised, width],
+                    &up,
                     0,
                 );
-                self.linear(
-                    &format!("{feed_forward}.net.2"),
+                self.of_block(
+                    shape,
+                    &format!("{feed_forward}.{down_name}"),
                     [width, inner],
-                    &format!("{file}.{down}"),
+                    &down,
                     0,
                 );
                 for (norm, in_file) in stream.norms.iter().zip(theirs.norms) {
@@ -111,29 +128,34 @@ impl Layout {
                 format!("single_transformer_blocks.{i}"),
                 format!("single_blocks.{i}"),
             );
-            let modulation = format!("{file}.{}", theirs.single.modulation);
-            self.linear(
-                &format!("{block}.norm.linear"),
-                [3 * width, width],
-                &modulation,
-                0,
-            );
-            let fused = format!("{file}.linear1");
-            for (part, name) in ["to_q", "to_k", "to_v"].iter().enumerate() {
-                self.linear(
-                    &format!("{block}.attn.{name}"),
-                    [width, width],
-                    &fused,
-                    part * width,
-                );
+            let [fused, last] = ["linear1", "linear2"].map(|name| format!("{file}.{name}"));
+            let of_last = [width, width + inner];
+            match shape.design {
+                Design::Flux1 => {
+                    let modulation = format!("{file}.{}", theirs.single.modulation);
+                    self.linear(
+                        &format!("{block}.norm.linear"),
+                        [3 * width, width],
+                        &modulation,
+                        0,
+                    );
+                    for (part, name) in ["to_q", "to_k", "to_v"].iter().enumerate() {
+                        self.linear(
+                            &format!("{block}.attn.{name}"),
+                            [width, width],
+                            &fused,
+                            part * width,
+                        );
+                    }
+                    self.linear(&format!("{block}.proj_mlp"), [inner, width], &fused, 3 * width);
+                    self.linear(&format!("{block}.proj_out"), of_last, &last, 0);
+                }
+                Design::Flux2 => {
+                    let name = format!("{block}.attn.to_qkv_mlp_proj");
+                    self.of_block(shape, &name, [3 * width + raised, width], &fused, 0);
+                    self.of_block(shape, &format!("{block}.attn.to_out"), of_last, &last, 0);
+                }
             }
-            self.linear(&format!("{block}.proj_mlp"), [inner, width], &fused, 3 * width);
-            self.linear(
-                &format!("{block}.proj_out"),
-                [width, width + inner],
-                &format!("{file}.linear2"),
-                0,
-            );
             for (norm, in_file) in ["norm_q", "norm_k"].iter().zip(theirs.single.norms) {
                 let name = format!("{block}.attn.{norm}.weight");
                 self.rows(&name, vec![shape.head], &format!("{file}.{in_file}"), 0);

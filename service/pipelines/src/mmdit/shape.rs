@@ -9,9 +9,52 @@ use super::buffers::Buffers;
 use crate::checkpoint::{QuantizeRole, numbered};
 use crate::sampling::flops_of_attention;
 
+/// How blocks are built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Design {
+    /// FLUX.1 and HunyuanVideo: each block has modulators, layers have biases, and the feed-forward is a GELU of four times
+    /// the width.
+    Flux1,
+    /// FLUX.2: blocks of a kind share their modulators, layers have no biases, the feed-forward is gated (SwiGLU) and three
+    /// times as wide, and one layer of a single block makes queries, keys, values and the inside of the feed-forward.
+    Flux2,
+}
+
+impl Design {
+    /// Hidden widths of the inside of a feed-forward.
+    fn inner(self) -> usize {
+        match self {
+            Design::Flux1 => 4,
+            Design::Flux2 => 3,
+        }
+    }
+
+    /// Hidden widths in front of a gate, after queries, keys and values: the gate and what is gated.
+    pub(super) fn gated(self) -> usize {
+        match self {
+            Design::Flux1 => 0,
+            Design::Flux2 => 2 * self.inner(),
+        }
+    }
+
+    /// Hidden widths of a row of attention output and the inside of the feed-forward.
+    pub(super) fn wide(self) -> usize {
+        1 + self.inner()
+    }
+
+    /// Names of the layers of a feed-forward in diffusers.
+    pub(super) fn feed_forward(self) -> [&'static str; 2] {
+        match self {
+            Design::Flux1 => ["net.0.proj", "net.2"],
+            Design::Flux2 => ["linear_in", "linear_out"],
+        }
+    }
+}
+
 /// Sizes of a stack of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlocksShape {
+    pub(crate) design: Design,
     pub(crate) heads: usize,
     /// Width of a head.
     pub(crate) head: usize,
@@ -27,14 +70,22 @@ impl BlocksShape {
         self.heads * self.head
     }
 
-    /// Width of the feed-forward layers.
+    /// Width inside the feed-forward layers.
     pub(crate) fn feed_forward_width(&self) -> usize {
-        4 * self.width()
+        self.design.inner() * self.width()
+    }
+
+    /// Width of the output of a feed-forward's first layer: with a gate, twice that inside.
+    pub(super) fn raised_width(&self) -> usize {
+        match self.design {
+            Design::Flux1 => self.feed_forward_width(),
+            Design::Flux2 => 2 * self.feed_forward_width(),
+        }
     }
 
     /// Bytes of the buffers of a step over `tokens` tokens of a batch, and of their rotations.
     pub(crate) fn buffers_bytes(&self, tokens: usize, dtype: DType) -> u64 {
-        Buffers::bytes(self.width(), tokens, dtype.size_in_bytes()) + self.rotations_bytes(tokens)
+        Buffers::bytes(self, tokens, dtype.size_in_bytes()) + self.rotations_bytes(tokens)
     }
 
     /// Bytes of the rotations of `tokens` tokens.
@@ -44,7 +95,10 @@ impl BlocksShape {
 
     /// Bytes of the modulations of all blocks and of a last layer, of `steps` steps.
     pub(crate) fn modulations_bytes(&self, steps: u32, dtype: DType) -> u64 {
-        let vectors = self.double * 12 + self.single * 3 + 2;
+        let vectors = match self.design {
+            Design::Flux1 => self.double * 12 + self.single * 3 + 2,
+            Design::Flux2 => 12 + 3 + 2,
+        };
         (vectors * self.width() * dtype.size_in_bytes()) as u64 * u64::from(steps)
     }
 
@@ -108,6 +162,12 @@ pub(crate) fn flops_of_pass(
 
 /// Whether a tensor is the weight of a modulator, which steps do not use.
 pub(crate) fn is_modulator(name: &str) -> bool {
-    let of_block = ["transformer_blocks.", "single_transformer_blocks.", "norm_out."];
-    of_block.iter().any(|prefix| name.starts_with(prefix)) && name.ends_with(".linear.weight")
+    let prefixes = [
+        "transformer_blocks.",
+        "single_transformer_blocks.",
+        "norm_out.",
+        "double_stream_modulation_",
+        "single_stream_modulation.",
+    ];
+    prefixes.iter().any(|prefix| name.starts_with(prefix)) && name.ends_with(".linear.weight")
 }

@@ -3,9 +3,9 @@
 use candle_core::{DType, Result, Tensor};
 use gpu::{MissingTensor, WeightStream};
 
-use super::blocks::{DoubleBlock, SingleBlock};
+use super::blocks::{DoubleBlock, Modulator, SingleBlock, StreamModulation};
 use super::buffers::{Added, Buffers, Layers, Next, Part};
-use super::shape::BlocksShape;
+use super::shape::{BlocksShape, Design};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::{Linear, largest_scratch};
@@ -16,13 +16,37 @@ pub(crate) struct Blocks {
     pub(crate) shape: BlocksShape,
     double: Vec<DoubleBlock>,
     single: Vec<SingleBlock>,
+    /// The modulators of all blocks, where blocks have none of their own.
+    shared: Option<SharedModulators>,
     /// Brings the blocks that are not on the card.
     stream: WeightStream,
 }
 
-/// The modulation of every block for every step (from a quarter of the weights, which are only used here).
+/// The modulators that all blocks of a kind share: `Flux2Modulation`.
+struct SharedModulators {
+    picture: Modulator,
+    text: Modulator,
+    single: Modulator,
+}
+
+impl SharedModulators {
+    fn new(
+        shape: &BlocksShape,
+        tensors: &AdaptedTensors<'_>,
+    ) -> std::result::Result<SharedModulators, MissingTensor> {
+        let modulator = |name: &str, parts| Modulator::new(tensors, name, shape, parts);
+        Ok(SharedModulators {
+            picture: modulator("double_stream_modulation_img", 6)?,
+            text: modulator("double_stream_modulation_txt", 6)?,
+            single: modulator("single_stream_modulation", 3)?,
+        })
+    }
+}
+
+/// The modulation of every block for every step. In FLUX.1 it comes from a quarter of the weights, which are only used here; in
+/// FLUX.2 all blocks of a kind have the same.
 pub(crate) struct Modulations {
-    double: Vec<(Vec<Tensor>, Vec<Tensor>)>,
+    double: Vec<(StreamModulation, StreamModulation)>,
     single: Vec<Vec<Tensor>>,
 }
 
@@ -86,6 +110,10 @@ impl Blocks {
             shape,
             double: double.collect::<std::result::Result<_, _>>()?,
             single: single.collect::<std::result::Result<_, _>>()?,
+            shared: match shape.design {
+                Design::Flux1 => None,
+                Design::Flux2 => Some(SharedModulators::new(&shape, tensors)?),
+            },
             stream: tensors.stream(),
         })
     }
@@ -95,6 +123,18 @@ impl Blocks {
     /// # Errors
     /// When shapes do not match; when a streamed block cannot be read.
     pub(crate) fn modulate(&self, vector: &Tensor) -> std::result::Result<Modulations, StageError> {
+        if let Some(SharedModulators {
+            picture,
+            text,
+            single,
+        }) = &self.shared
+        {
+            let double = (picture.forward(vector)?, text.forward(vector)?);
+            return Ok(Modulations {
+                double: vec![double; self.double.len()],
+                single: vec![single.forward(vector)?; self.single.len()],
+            });
+        }
         let enter = |number: usize| self.stream.enter(gpu::BlockPlace::once(number));
         let mut modulations = Modulations {
             double: Vec::with_capacity(self.double.len()),
@@ -102,11 +142,11 @@ impl Blocks {
         };
         for (number, block) in self.double.iter().enumerate() {
             enter(number)?;
-            modulations.double.push(block.modulate(vector)?);
+            modulations.double.extend(block.modulate(vector)?);
         }
         for (number, block) in self.single.iter().enumerate() {
             enter(self.double.len() + number)?;
-            modulations.single.push(block.modulate(vector)?);
+            modulations.single.extend(block.modulate(vector)?);
         }
         Ok(modulations)
     }

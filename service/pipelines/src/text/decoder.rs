@@ -1,7 +1,8 @@
 //! A causal decoder as a text encoder: the sum of its first layers over resident tensors of any weight format, without
 //! the last norm (transformers' `LlamaModel`, `Qwen3Model`, `hidden_states[depth]`).
 //!
-//! Attention is causal, so padding after a prompt does not affect its states, and is not computed.
+//! Attention is causal, so padding after a prompt does not affect its states, and is not computed, unless a model reads the
+//! states of padding too ([`Taken::attended`]).
 
 mod layer;
 
@@ -213,13 +214,31 @@ impl Decoder {
 
     /// cuDNN shape of each layer's attention.
     pub(super) fn planned(&self, tokens: usize, dtype: DType) -> Planned {
+        Planned::Attention(self.attention(tokens, dtype, MaskShape::Causal))
+    }
+
+    /// cuDNN shapes of each layer's attention, of `attended` tokens and of the padding up to `tokens`.
+    pub(super) fn planned_with_padding(&self, attended: usize, tokens: usize, dtype: DType) -> Vec<Planned> {
+        let of = |queries: usize, mask| AttentionShape {
+            queries,
+            keys: attended,
+            ..self.attention(tokens, dtype, mask)
+        };
+        let texts = [
+            of(attended, MaskShape::Causal),
+            of(tokens - attended, MaskShape::None),
+        ];
+        let some = texts.into_iter().filter(|shape| shape.queries > 0);
+        some.map(Planned::Attention).collect()
+    }
+
+    fn attention(&self, tokens: usize, dtype: DType, mask: MaskShape) -> AttentionShape {
         let by_head = (self.heads, self.head_dim);
         let rows = (self.joint_width(), self.second_width());
-        let shape = AttentionShape::of_rows(tokens, by_head, rows, dtype, MaskShape::Causal);
-        Planned::Attention(AttentionShape {
+        AttentionShape {
             heads_kv: self.heads_kv,
-            ..shape
-        })
+            ..AttentionShape::of_rows(tokens, by_head, rows, dtype, mask)
+        }
     }
 
     /// Elements per token of queries, keys and values.
@@ -237,6 +256,16 @@ impl Decoder {
         let attended = self.heads * self.head_dim;
         attended.max(self.intermediate_size.next_multiple_of(self.head_dim))
     }
+}
+
+/// What is taken of a pass.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taken<'a> {
+    /// The number of tokens that are attended to. Those after them are padding: each attends to all of these, and to no
+    /// padding.
+    pub(super) attended: usize,
+    /// The numbers of layers after which the states are taken, ascending; the last is that of all layers that run.
+    pub(super) after: &'a [usize],
 }
 
 /// The block of a tensor: each layer is one.
@@ -333,6 +362,24 @@ impl ResidentDecoder<'_> {
     /// # Errors
     /// Errors of the device, [`StageError::Cancelled`], [`StageError::Missing`].
     pub(super) fn encode(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<Tensor, StageError> {
+        let all = Taken {
+            attended: ids.len(),
+            after: &[self.depth],
+        };
+        self.states(ids, &all, cancelled)
+    }
+
+    /// The sums of the layers up to those that are taken, side by side: `[tokens, count * hidden_size]` in the dtype of the
+    /// weights.
+    ///
+    /// # Errors
+    /// Errors of [`ResidentDecoder::encode`].
+    pub(super) fn states(
+        &self,
+        ids: &[u32],
+        taken: &Taken<'_>,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Tensor, StageError> {
         let decoder = &self.decoder;
         let read = || -> Result<(Tensor, Vec<Layer>), MissingTensor> {
             let prefix = prefix_of(&|name| self.tensors.contains(name));
@@ -346,7 +393,7 @@ impl ResidentDecoder<'_> {
         let (device, dtype) = (table.device(), table.dtype());
         let linears = layers.iter().flat_map(Layer::linears);
         let scratch = Scratch::new(largest_scratch(linears, ids.len(), dtype), device)?;
-        let buffers = Buffers::new(decoder, ids.len(), dtype, scratch, device)?;
+        let buffers = Buffers::new(decoder, (ids.len(), taken.attended), dtype, scratch, device)?;
         ops::embed(&table, &Tensor::new(ids, device)?, &buffers.sum.squeeze(0)?)?;
         if let Some(first) = layers.first() {
             let norm = Norm::Rms {
@@ -357,15 +404,21 @@ impl ResidentDecoder<'_> {
         }
         let next = layers.iter().skip(1).map(|layer| Some(&layer.norm1));
         let stream = self.tensors.stream();
+        let width = decoder.hidden_size;
+        let encoded = Tensor::zeros((ids.len(), taken.after.len() * width), dtype, device)?;
         for (number, (layer, next)) in layers.iter().zip(next.chain([None])).enumerate() {
             if cancelled() {
                 return Err(StageError::Cancelled);
             }
             stream.enter(BlockPlace::each_pass(number))?;
             layer.forward(&buffers, next)?;
+            if let Some(place) = taken.after.iter().position(|after| *after == number + 1) {
+                ops::copy_rows(
+                    &buffers.sum.squeeze(0)?,
+                    &encoded.narrow(1, place * width, width)?,
+                )?;
+            }
         }
-        let encoded = Tensor::zeros((ids.len(), decoder.hidden_size), dtype, device)?;
-        ops::copy_rows(&buffers.sum.squeeze(0)?, &encoded)?;
         Ok(encoded)
     }
 }

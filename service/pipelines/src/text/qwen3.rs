@@ -12,7 +12,7 @@ use residency::Bytes;
 use serde::Deserialize;
 
 use super::candle;
-use super::decoder::{Decoder, ResidentDecoder, Rope, prefix_of};
+use super::decoder::{Decoder, ResidentDecoder, Rope, Taken, prefix_of};
 use super::encoding::{check_finite, check_ids};
 
 pub(crate) use super::decoder::{block_of, role};
@@ -73,6 +73,18 @@ impl Qwen3Config {
         Qwen3Config {
             hidden_size: 2560,
             intermediate_size: 9728,
+            num_hidden_layers: 36,
+            num_key_value_heads: 8,
+            rope: Rope::of(1_000_000.0),
+            ..Qwen3Config::default()
+        }
+    }
+
+    /// Qwen3-8B, whose single files have no configuration.
+    pub fn qwen3_8b() -> Qwen3Config {
+        Qwen3Config {
+            hidden_size: 4096,
+            intermediate_size: 12_288,
             num_hidden_layers: 36,
             num_key_value_heads: 8,
             rope: Rope::of(1_000_000.0),
@@ -144,6 +156,17 @@ impl Qwen3Config {
         }
     }
 
+    /// Predicted peak of activations of [`Qwen3Encoder::states`] after `count` layers.
+    pub fn scratch_of_states(&self, tokens: usize, count: usize, dtype: DType) -> Bytes {
+        let further = count.saturating_sub(1) * tokens * self.hidden_size * dtype.size_in_bytes();
+        self.decoder().scratch(tokens, dtype) + Bytes(ops::allocated(further))
+    }
+
+    /// cuDNN shapes of each layer's attention in [`Qwen3Encoder::states`].
+    pub fn planned_of_states(&self, attended: usize, tokens: usize, dtype: DType) -> Vec<Planned> {
+        self.decoder().planned_with_padding(attended, tokens, dtype)
+    }
+
     /// cuDNN shape of each layer's attention: `None` if candle-transformers computes it.
     pub fn planned(&self, tokens: usize, is_quantized: bool, dtype: DType) -> Option<Planned> {
         is_quantized.then(|| self.decoder().planned(tokens, dtype))
@@ -198,6 +221,28 @@ impl Qwen3Encoder<'_> {
             true => self.by_our_layers(ids, cancelled),
             false => Ok(candle::encode(decoder, *depth, tensors, ids)?),
         })
+    }
+
+    /// The sums of the layers up to each of `after` (ascending, the last is the depth), side by side:
+    /// `[tokens, count * hidden_size]` in the dtype of the weights. The tokens from `attended` on are padding: they attend to
+    /// those before, and nothing attends to them (an attention mask of transformers). Computed by our own layers.
+    ///
+    /// # Errors
+    /// Errors of [`Qwen3Encoder::forward`].
+    pub fn states(
+        &self,
+        ids: &[u32],
+        attended: usize,
+        after: &[usize],
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<Tensor, StageError> {
+        if attended == 0 || attended > ids.len() {
+            let problem = format!("{attended} of {} tokens are attended to", ids.len());
+            return Err(StageError::BadInput(problem));
+        }
+        let taken = Taken { attended, after };
+        self.0
+            .checked(ids, cancelled, || self.0.states(ids, &taken, cancelled))
     }
 
     /// [`Qwen3Encoder::forward`] of all layers, with the norm after them: transformers' `last_hidden_state`.

@@ -194,6 +194,33 @@ pub struct QwenTokenizer {
     words: Words,
     /// Ids that the folder's `tokenizer.json` appends to a text (Qwen3-Embedding).
     after: Vec<u32>,
+    /// Padding after a text.
+    pad: u32,
+}
+
+/// Whether the assistant's turn of a chat may begin with thinking: `enable_thinking` of Qwen3's template.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Thinking {
+    /// The turn is open.
+    Allowed,
+    /// The turn begins with an empty thought.
+    Skipped,
+}
+
+impl Thinking {
+    /// The text after a prompt in Qwen3's chat.
+    fn after_turn(self) -> String {
+        const ANSWER: &str = "<|im_end|>\n<|im_start|>assistant\n";
+        match self {
+            Thinking::Allowed => ANSWER.to_owned(),
+            Thinking::Skipped => format!("{ANSWER}<think>\n\n</think>\n\n"),
+        }
+    }
+
+    /// A prompt in Qwen3's chat.
+    fn turn_of(self, prompt: &str) -> String {
+        format!("<|im_start|>user\n{prompt}{}", self.after_turn())
+    }
 }
 
 static OPEN_QWEN: Shared<QwenTokenizer> = Shared::new();
@@ -251,6 +278,7 @@ impl QwenTokenizer {
             .iter()
             .map(|mark| id_of(&pairs.words_file, &tokenizer, mark));
         Ok(QwenTokenizer {
+            pad: id_of(&pairs.words_file, &tokenizer, &pad)?,
             after: after.collect::<Result<_, _>>()?,
             words: Words {
                 tokenizer,
@@ -280,9 +308,14 @@ impl QwenTokenizer {
     ///
     /// # Errors
     /// [`TokenizeError`], for which no input is known.
-    pub fn left_out_of_turn(&self, prompt: &str, most: usize) -> Result<usize, TokenizeError> {
-        let whole = words(&self.words.tokenizer, &turn_of(prompt))?.len();
-        let end = words(&self.words.tokenizer, BEHIND_TURN)?.len();
+    pub fn left_out_of_turn(
+        &self,
+        prompt: &str,
+        thinking: Thinking,
+        most: usize,
+    ) -> Result<usize, TokenizeError> {
+        let whole = words(&self.words.tokenizer, &thinking.turn_of(prompt))?.len();
+        let end = words(&self.words.tokenizer, &thinking.after_turn())?.len();
         Ok(whole.saturating_sub(most).saturating_sub(end))
     }
 
@@ -297,24 +330,26 @@ impl QwenTokenizer {
         Ok(ids)
     }
 
+    /// The id of padding.
+    pub fn pad(&self) -> u32 {
+        self.pad
+    }
+
     /// The ids of a chat in which the user's turn is the prompt and the assistant's turn begins: Qwen3's chat
-    /// template with `add_generation_prompt` and `enable_thinking`. Truncated to `max_sequence_length`; no padding.
+    /// template with `add_generation_prompt`. Truncated to `max_sequence_length`; no padding.
     ///
     /// # Errors
     /// [`TokenizeError`], for which no input is known.
-    pub fn encode_turn(&self, prompt: &str, max_sequence_length: usize) -> Result<Vec<u32>, TokenizeError> {
-        let mut ids = words(&self.words.tokenizer, &turn_of(prompt))?;
+    pub fn encode_turn(
+        &self,
+        prompt: &str,
+        thinking: Thinking,
+        max_sequence_length: usize,
+    ) -> Result<Vec<u32>, TokenizeError> {
+        let mut ids = words(&self.words.tokenizer, &thinking.turn_of(prompt))?;
         ids.truncate(max_sequence_length);
         Ok(ids)
     }
-}
-
-/// The text after a prompt in Qwen3's chat.
-const BEHIND_TURN: &str = "<|im_end|>\n<|im_start|>assistant\n";
-
-/// A prompt in Qwen3's chat.
-fn turn_of(prompt: &str) -> String {
-    format!("<|im_start|>user\n{prompt}{BEHIND_TURN}")
 }
 
 /// The files of a byte-level BPE: vocabulary and merges.

@@ -22,7 +22,7 @@ use crate::sampling::{Denoiser, Prompts, flops_of_attention, passes_in_step};
 use crate::stage::Stage;
 use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen3::Qwen3Config;
-use crate::text::tokenizers::{QwenTokenizer, TokenizeError};
+use crate::text::tokenizers::{QwenTokenizer, Thinking, TokenizeError};
 use crate::{
     Family, Image, Medium, Model, ModelError, ModelParts, Observer, Precision, Request, RequestError, Role,
     Rung, StageError, StagePlan, StageRun, ValueShape, Values,
@@ -138,7 +138,7 @@ impl ZImageModel {
     /// The token ids of one of a request's texts.
     pub(super) fn tokens(&self, request: &Request, text: &str) -> Result<Vec<u32>, TokenizeError> {
         let most = request.max_sequence_length as usize;
-        let ids = self.tokenizer.encode_turn(text, most)?;
+        let ids = self.tokenizer.encode_turn(text, Thinking::Allowed, most)?;
         self.tokenizer
             .check_known(&ids, TEXT_ENCODER, self.text.vocab_size)?;
         Ok(ids)
@@ -289,7 +289,12 @@ impl Model for ZImageModel {
 
     fn left_out(&self, request: &Request) -> Vec<LeftOut> {
         let most = request.max_sequence_length as usize;
-        Prompts::texts(request).left_out(request, |text| self.tokenizer.left_out_of_turn(text, most).ok())
+        let of_turn = |text: &str| {
+            self.tokenizer
+                .left_out_of_turn(text, Thinking::Allowed, most)
+                .ok()
+        };
+        Prompts::texts(request).left_out(request, of_turn)
     }
 
     fn smaller(&self, request: &Request) -> Vec<(String, Request)> {

@@ -58,7 +58,7 @@ impl ZImageModel {
         let single = matches!(transformer, TransformerPlace::SingleFile { .. }).then_some(path);
         let (transformer, transformer_files): (TransformerConfig, _) =
             transformer.open(base, wanted.of(TRANSFORMER))?;
-        let vae = kl::Place::of(base, single, transformer.in_channels)?;
+        let vae = kl::Place::of(base, single, kl::Published::Flux1, transformer.in_channels)?;
         // The text encoder may be a single file too.
         let text_file = single
             .filter(|_| !base.join(TEXT_ENCODER).is_dir())

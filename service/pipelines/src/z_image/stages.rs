@@ -16,7 +16,7 @@ use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoders::kl::stages::send_preview;
 use crate::sampling::{Conditions, Prompts, SampledLatent};
 use crate::stage::{Stage, named, unknown};
-use crate::start::{Start, start};
+use crate::start::{Start, StartRule, start};
 use crate::tensors::to_host;
 use crate::text::qwen3::Qwen3Encoder;
 use crate::{HostTensor, Request, StageError, Values};
@@ -83,7 +83,8 @@ impl Stage<'_, ZImageModel> {
         let sigmas = model
             .scheduler
             .sigmas_from_both_ends(request.steps, lengths.picture());
-        let Start { sigmas, latent, kept } = start(sigmas, request, &shape, start_latent, 0)?;
+        let rule = StartRule::drawn_after(0);
+        let Start { sigmas, latent, kept } = start(sigmas, request, &shape, start_latent, rule)?;
         let kept = kept.map(|kept| kept.arranged(patches_of)).transpose()?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;

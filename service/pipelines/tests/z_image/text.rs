@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
 use pipelines::text::qwen3::{Qwen3Config, Qwen3Encoder};
-use pipelines::text::tokenizers::QwenTokenizer;
+use pipelines::text::tokenizers::{QwenTokenizer, Thinking};
 use serde::Deserialize;
 
 use crate::components::weights;
@@ -45,7 +45,9 @@ fn a_prompt_is_tokenized_as_a_chat_turn() {
     let folder = fixtures().join("z-image-tiny/tokenizer");
     let tokenizer = QwenTokenizer::open(&folder).expect("a tokenizer");
     for case in cases() {
-        let ids = tokenizer.encode_turn(&case.prompt, case.length).expect("tokens");
+        let ids = tokenizer
+            .encode_turn(&case.prompt, Thinking::Allowed, case.length)
+            .expect("tokens");
         assert_eq!(ids, case.ids, "{}", case.name);
     }
 }
@@ -76,7 +78,9 @@ fn a_tokenizer_in_one_file_equals_that_in_several() {
     std::fs::write(folder.path().join("tokenizer.json"), whole.to_string()).expect("a file");
     let tokenizer = QwenTokenizer::open(folder.path()).expect("a tokenizer");
     for case in cases() {
-        let ids = tokenizer.encode_turn(&case.prompt, case.length).expect("tokens");
+        let ids = tokenizer
+            .encode_turn(&case.prompt, Thinking::Allowed, case.length)
+            .expect("tokens");
         assert_eq!(ids, case.ids, "{}", case.name);
     }
 }

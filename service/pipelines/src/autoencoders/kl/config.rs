@@ -36,7 +36,15 @@ pub struct VaeConfig {
     pub down_block_types: Vec<String>,
     /// Types of the decoder's blocks: only `UpDecoderBlock2D` is supported.
     pub up_block_types: Vec<String>,
+    /// `AutoencoderKLFlux2`: latents are cut into patches of these sides, whose numbers are the transformer's channels, and
+    /// normalised by the statistics that the checkpoint holds, in place of factor and shift. Two by two is supported.
+    pub patch_size: Option<[usize; 2]>,
+    /// Epsilon of the variances of those statistics.
+    pub batch_norm_eps: f64,
 }
+
+/// Side of the patches of [`VaeConfig::patch_size`].
+pub(super) const PATCH: usize = 2;
 
 impl Default for VaeConfig {
     fn default() -> VaeConfig {
@@ -56,6 +64,8 @@ impl Default for VaeConfig {
             act_fn: "silu".to_owned(),
             down_block_types: Vec::new(),
             up_block_types: Vec::new(),
+            patch_size: None,
+            batch_norm_eps: 1e-4,
         }
     }
 }
@@ -74,6 +84,33 @@ impl VaeConfig {
             use_post_quant_conv: false,
             ..VaeConfig::default()
         }
+    }
+
+    /// The autoencoder of FLUX.2, whose single files (`flux2-vae.safetensors`) have no configuration.
+    pub fn flux2() -> VaeConfig {
+        VaeConfig {
+            latent_channels: 32,
+            block_out_channels: vec![128, 256, 512, 512],
+            layers_per_block: 2,
+            sample_size: 1024,
+            patch_size: Some([PATCH, PATCH]),
+            ..VaeConfig::default()
+        }
+    }
+
+    /// Side of the patches that the transformer's latents are made of, 1 without patches.
+    pub(super) fn patch(&self) -> usize {
+        self.patch_size.map_or(1, |[side, _]| side)
+    }
+
+    /// Channels of the transformer's latents.
+    pub fn transformer_channels(&self) -> usize {
+        self.latent_channels * self.patch() * self.patch()
+    }
+
+    /// Pixels per cell of the transformer's latents along each axis.
+    pub fn transformer_factor(&self) -> usize {
+        self.factor() * self.patch()
     }
 
     /// Pixels per latent cell along each axis.
@@ -114,6 +151,15 @@ impl VaeConfig {
                 "{} resolutions; 1 to 8 are known",
                 self.block_out_channels.len()
             ));
+        }
+        if self.patch_size.is_some_and(|patch| patch != [PATCH, PATCH]) {
+            return Err(format!(
+                "latents in patches of {:?}; [2, 2] are known",
+                self.patch_size.unwrap_or_default()
+            ));
+        }
+        if self.patch_size.is_some() && !(self.batch_norm_eps >= 0.0 && self.batch_norm_eps.is_finite()) {
+            return Err(format!("an epsilon of {}", self.batch_norm_eps));
         }
         if !self.scaling_factor.is_finite() || self.scaling_factor == 0.0 {
             return Err(format!("a scaling factor of {}", self.scaling_factor));

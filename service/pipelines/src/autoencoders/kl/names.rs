@@ -11,6 +11,12 @@ pub(super) fn name_in_single_file(name: &str) -> Option<String> {
     let name = prefixes
         .find_map(|prefix| name.strip_prefix(prefix))
         .unwrap_or(name);
+    // FLUX.2's authors count these convolutions to the halves.
+    for half in ["encoder.quant_conv.", "decoder.post_quant_conv."] {
+        if let Some((_, own)) = name.split_once('.').filter(|_| name.starts_with(half)) {
+            return Some(own.to_owned());
+        }
+    }
     diffusers_name_of_bfl(name).or_else(|| Some(name.to_owned()))
 }
 

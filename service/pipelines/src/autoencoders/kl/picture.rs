@@ -14,8 +14,14 @@ pub struct Rgb8 {
 }
 
 impl VaeConfig {
-    /// Factor and summand that convert the transformer's latents to the autoencoder's.
+    /// Factor and summand that convert the transformer's latents to the autoencoder's; those that are normalised by statistics
+    /// are converted before ([`Statistics`]).
+    ///
+    /// [`Statistics`]: super::statistics::Statistics
     pub(super) fn unscaling(&self) -> (f64, f64) {
+        if self.patch_size.is_some() {
+            return (1.0, 0.0);
+        }
         (1.0 / self.scaling_factor, self.shift_factor.unwrap_or(0.0))
     }
 

@@ -13,7 +13,33 @@ use crate::checkpoint::{
 };
 use crate::files::{check_pairs, checked};
 
-/// The autoencoder of a pipeline: in its folder, or a file of Black Forest Labs (`ae.safetensors`) in place of the folder.
+/// A published autoencoder, which people also have as a single file without a configuration.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Published {
+    /// `ae.safetensors`.
+    Flux1,
+    /// `flux2-vae.safetensors`.
+    Flux2,
+}
+
+impl Published {
+    /// The file's name without its ending.
+    fn stem(self) -> &'static str {
+        match self {
+            Published::Flux1 => "ae",
+            Published::Flux2 => "flux2-vae",
+        }
+    }
+
+    fn config(self) -> VaeConfig {
+        match self {
+            Published::Flux1 => VaeConfig::flux(),
+            Published::Flux2 => VaeConfig::flux2(),
+        }
+    }
+}
+
+/// The autoencoder of a pipeline: in its folder, or a file of Black Forest Labs in place of the folder.
 pub(crate) struct Place {
     pub(crate) config: VaeConfig,
     folder: PathBuf,
@@ -22,24 +48,38 @@ pub(crate) struct Place {
 
 impl Place {
     /// The autoencoder of a pipeline's folder, for a transformer whose latents have `channels` channels. Where the transformer
-    /// is `alone` in a file and the folder has no autoencoder, the autoencoder may be a file too.
+    /// is `alone` in a file and the folder has no autoencoder, the `published` one may be a file too.
     ///
     /// # Errors
     /// When there is none, or it is not supported or does not fit.
-    pub(crate) fn of(base: &Path, alone: Option<&Path>, channels: usize) -> Result<Place, ModelError> {
+    pub(crate) fn of(
+        base: &Path,
+        alone: Option<&Path>,
+        published: Published,
+        channels: usize,
+    ) -> Result<Place, ModelError> {
         let folder = base.join(COMPONENT);
         let alone = alone.filter(|_| !folder.is_dir());
-        let file = alone.and_then(|transformer| companion(transformer, base, "vae", "ae"));
+        let file = alone.and_then(|transformer| companion(transformer, base, "vae", published.stem()));
         let config = match file {
-            Some(_) => VaeConfig::flux(),
+            Some(_) => published.config(),
             None => checked(&folder.join("config.json"), VaeConfig::check)?,
         };
+        // FLUX.1's transformer takes two by two cells as one token, FLUX.2's a cell.
+        let pixels_per_cell = match published {
+            Published::Flux1 => PIXELS_PER_TOKEN as usize / 2,
+            Published::Flux2 => PIXELS_PER_TOKEN as usize,
+        };
         let pairs = [
-            ("the VAE's latent channels", config.latent_channels, channels),
             (
-                "the VAE's pixels per latent cell",
-                config.factor(),
-                PIXELS_PER_TOKEN as usize / 2,
+                "the VAE's channels of a latent",
+                config.transformer_channels(),
+                channels,
+            ),
+            (
+                "the VAE's pixels per cell of a latent",
+                config.transformer_factor(),
+                pixels_per_cell,
             ),
             ("the VAE's channels of a picture", config.out_channels, 3),
             ("the VAE's channels of a picture to encode", config.in_channels, 3),

@@ -15,7 +15,7 @@ use crate::{Image, Medium, PreviewNeed, Request, Role, Rung, StagePlan, ValueSha
 pub(crate) const ENCODE_IMAGE: &str = "encode_image";
 pub(crate) const DECODE: &str = "decode";
 
-/// Name of the latent, in the transformer's scale: f32 `[1, channels, height / 8, width / 8]`.
+/// Name of the latent, in the transformer's scale: f32 `[1, channels, height / 8, width / 8]`; of FLUX.2 a 16th.
 pub(crate) const LATENT: &str = "latent";
 
 /// The autoencoder of an open model.
@@ -29,8 +29,9 @@ pub(crate) struct Autoencoder<'a> {
 impl Autoencoder<'_> {
     /// Shape of the latent of a picture.
     pub(crate) fn latent(&self, image: &Image) -> ValueShape {
-        let (h, w) = self.config.latent_sides(image.width, image.height);
-        ValueShape::new(LATENT, vec![1, self.config.latent_channels, h, w])
+        let factor = self.config.transformer_factor();
+        let [h, w] = [image.height, image.width].map(|side| side as usize / factor);
+        ValueShape::new(LATENT, vec![1, self.config.transformer_channels(), h, w])
     }
 
     /// The request for the picture that these values decode to; `None` if they are not a latent of this autoencoder.
@@ -38,9 +39,10 @@ impl Autoencoder<'_> {
         let &[1, channels, h, w] = only_value(values, LATENT)? else {
             return None;
         };
-        let side = |numbers: usize| u32::try_from(numbers.checked_mul(self.config.factor())?).ok();
+        let side =
+            |numbers: usize| u32::try_from(numbers.checked_mul(self.config.transformer_factor())?).ok();
         let medium = Medium::Image(Image::of(side(w)?, side(h)?));
-        (channels == self.config.latent_channels).then_some(Request { medium, ..defaults })
+        (channels == self.config.transformer_channels()).then_some(Request { medium, ..defaults })
     }
 
     /// The stage from picture to latent.

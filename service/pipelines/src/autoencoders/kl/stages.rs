@@ -6,6 +6,7 @@ use model::plan::of_rung;
 
 use super::plan::{Autoencoder, LATENT};
 use super::scratch::{Chunking, decode_ladder, encode_ladder};
+use super::statistics::Statistics;
 use super::{Moments, Rgb8, VaeConfig, VaeDecoder, VaeEncoder};
 use crate::autoencoders::COMPONENT;
 use crate::noise::Generator;
@@ -76,7 +77,7 @@ impl Run<'_> {
     /// # Errors
     /// [`StageError`].
     pub(crate) fn encode_mode(&self, image: &InitImage, rung: usize) -> Result<HostTensor, StageError> {
-        to_host(&self.config.scaled(&self.moments(image, rung)?.mean)?)
+        to_host(&self.scaled(&self.moments(image, rung)?.mean)?)
     }
 
     /// Encodes the masked picture, f32 `[1, 3, height, width]` of -1 to 1 in host memory, and draws a sample after
@@ -114,7 +115,15 @@ impl Run<'_> {
         let mut generator = Generator::new(seed);
         let count = moments.mean.elem_count();
         (0..draws_before).for_each(|_| generator.skip_normal(count));
-        to_host(&self.config.scaled(&moments.drawn(&mut generator)?)?)
+        to_host(&self.scaled(&moments.drawn(&mut generator)?)?)
+    }
+
+    /// The transformer's latent of an autoencoder's, in host memory.
+    fn scaled(&self, latent: &Tensor) -> Result<Tensor, StageError> {
+        Ok(match Statistics::of(self.config, self.tensors)? {
+            Some(statistics) => statistics.to_transformer(latent)?.contiguous()?,
+            None => self.config.scaled(latent)?,
+        })
     }
 
     /// Decodes a latent `[1, channels, h, w]` in the transformer's scale.
@@ -129,8 +138,19 @@ impl Run<'_> {
             );
             return Err(StageError::BadInput(problem));
         };
-        let chunking = of_rung(&decode_ladder(self.config, h, w, self.dtype), rung)?;
-        let latent = from_host(latent, "the latent", DType::F32, self.device)?;
+        let patch = self.config.patch();
+        let chunking = of_rung(
+            &decode_ladder(self.config, h * patch, w * patch, self.dtype),
+            rung,
+        )?;
+        let latent = match Statistics::of(self.config, self.tensors)? {
+            Some(statistics) => {
+                let latent = from_host(latent, "the latent", DType::F32, &Device::Cpu)?;
+                let latent = statistics.to_autoencoder(&latent)?.contiguous()?;
+                latent.to_device(self.device)?
+            }
+            None => from_host(latent, "the latent", DType::F32, self.device)?,
+        };
         self.rgb8(&latent, chunking)
     }
 
@@ -143,7 +163,10 @@ impl Run<'_> {
     /// # Errors
     /// [`StageError::Cancelled`].
     pub(crate) fn preview(&self, latent: &Tensor) -> Result<Option<Rgb8>, StageError> {
-        let small = latent.avg_pool2d(2)?;
+        let small = match Statistics::of(self.config, self.tensors)? {
+            Some(statistics) => statistics.to_autoencoder(latent)?.contiguous()?.avg_pool2d(2)?,
+            None => latent.avg_pool2d(2)?,
+        };
         match self.rgb8(&small.to_device(self.device)?, Chunking::Whole) {
             Ok(picture) => Ok(Some(picture)),
             Err(StageError::Cancelled) => Err(StageError::Cancelled),

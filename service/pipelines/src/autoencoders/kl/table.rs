@@ -4,6 +4,9 @@ use super::config::VaeConfig;
 use crate::autoencoders::kernels::{Kernels, Resize};
 use crate::autoencoders::table::Residual;
 
+/// Tensors with the mean and the variance of the channels of the transformer's latents ([`VaeConfig::patch_size`]).
+pub(super) const STATISTICS: [&str; 2] = ["bn.running_mean", "bn.running_var"];
+
 impl VaeConfig {
     /// Each resolution but the last is followed by a resizing layer.
     pub(super) fn table(&self) -> Residual<'_> {
@@ -28,6 +31,11 @@ impl VaeConfig {
 
     /// Names and shapes of all tensors of this configuration.
     pub fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
-        self.table().tensor_shapes()
+        let mut shapes = self.table().tensor_shapes();
+        if self.patch_size.is_some() {
+            let channels = vec![self.transformer_channels()];
+            shapes.extend(STATISTICS.map(|name| (name.to_owned(), channels.clone())));
+        }
+        shapes
     }
 }

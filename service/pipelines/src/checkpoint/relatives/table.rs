@@ -56,10 +56,18 @@ pub(super) const RELATIVES: [Relative; 39] = [
         marks: &[&["redux_up.", "redux_down."]],
     },
     Relative {
-        name: "FLUX.2 (dev or klein)",
-        classes: &["Flux2"],
-        architectures: &["flux2"],
-        marks: &[&["double_stream_modulation_img."]],
+        name: "FLUX.2 dev, of which klein runs here",
+        classes: &[
+            "Flux2Pipeline",
+            "Flux2ImageToImage",
+            "Flux2Modular",
+            "Flux2KleinKV",
+        ],
+        architectures: &[],
+        marks: &[
+            &["double_stream_modulation_img.", "guidance_in."],
+            &["double_stream_modulation_img.", "guidance_embedder."],
+        ],
     },
     Relative {
         name: "Chroma",

@@ -82,6 +82,7 @@ impl Layer {
             gate,
             raised,
             rotations,
+            attended_tokens,
             eps,
             scratch,
         } = buffers;
@@ -97,7 +98,18 @@ impl Layer {
         };
         qk_norm_rope(query, key, norm, Some(rotations.angles()), Pairs::Halves)?;
         let scale = (query.dim(3)? as f64).powf(-0.5);
-        attention(query, key, value, scale, Mask::Causal, attended)?;
+        let tokens = query.dim(1)?;
+        let key = key.narrow(1, 0, *attended_tokens)?;
+        let value = value.narrow(1, 0, *attended_tokens)?;
+        for (first, count, mask) in [
+            (0, *attended_tokens, Mask::Causal),
+            (*attended_tokens, tokens - attended_tokens, Mask::None),
+        ] {
+            if count > 0 {
+                let (query, out) = (query.narrow(1, first, count)?, attended.narrow(1, first, count)?);
+                attention(&query, &key, &value, scale, mask, &out)?;
+            }
+        }
         self.out.forward_into(attended, Epilogue::None, normed, scratch)?;
         residual_norm_modulate(sum, normed, None, rms(&self.norm2), None, normed)?;
         let layers = [self.gate.to(gate)?, self.raise.to(raised)?];
@@ -127,6 +139,8 @@ pub(super) struct Buffers {
     /// `[1, tokens, inner]`, in the memory of `attended`.
     raised: Tensor,
     rotations: Rotations,
+    /// Tokens that are attended to; those after them are padding.
+    attended_tokens: usize,
     eps: f64,
     scratch: Scratch,
 }
@@ -134,7 +148,7 @@ pub(super) struct Buffers {
 impl Buffers {
     pub(super) fn new(
         decoder: &Decoder,
-        tokens: usize,
+        (tokens, attended_tokens): (usize, usize),
         dtype: DType,
         scratch: Scratch,
         device: &Device,
@@ -160,6 +174,7 @@ impl Buffers {
                 .narrow(0, 0, tokens * inner)?
                 .reshape((1, tokens, inner))?,
             rotations: rotations(&places, [head], decoder.theta, Rounded::Frequencies, device)?,
+            attended_tokens,
             eps: decoder.rms_norm_eps,
             scratch,
         })
