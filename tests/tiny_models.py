@@ -23,7 +23,8 @@ def film_models(models: Path) -> None:
 
 
 def picture_models(models: Path) -> None:
-    """Adds `plain`, a FLUX.1, and `kontext`, which edits a reference picture."""
+    """Adds `plain`, a FLUX.1, `kontext`, which edits a picture, and `klein`, which edits several."""
     for name in ("plain", "kontext"):
         shutil.copytree(FIXTURES / "flux-tiny", models / name)
     shutil.copytree(FIXTURES / "flux-kontext-tiny", models / "kontext", dirs_exist_ok=True)
+    shutil.copytree(FIXTURES / "flux2-tiny", models / "klein")

@@ -149,7 +149,7 @@ class ImageToImage(io.ComfyNode):
 
 
 class EditImage(io.ComfyNode):
-    """Pictures from a prompt that is about a picture."""
+    """Pictures from a prompt that is about a picture, or about several."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -158,13 +158,22 @@ class EditImage(io.ComfyNode):
             node_id="MooredEditImage",
             display_name="Edit Image (moored)",
             category=f"{CATEGORY}/image",
-            description="Changes a picture as the prompt says, with FLUX.1 Kontext.",
-            search_aliases=["kontext", "edit", "reference", "instruct"],
+            description="Changes a picture as the prompt says, with FLUX.1 Kontext or FLUX.2 klein.",
+            search_aliases=["kontext", "klein", "edit", "reference", "instruct"],
             inputs=[
                 model_input(),
                 prompt_input("What is to change, as in: make it snow."),
                 io.Image.Input(
                     "image", tooltip="The picture to edit. Each picture of a batch is edited."
+                ),
+                *(
+                    io.Image.Input(
+                        f"image_{number}",
+                        optional=True,
+                        tooltip="A further picture, for models that take several, as FLUX.2 klein. "
+                        "Of a batch the first.",
+                    )
+                    for number in (2, 3, 4)
                 ),
                 *size_inputs("that which the model prefers for the picture"),
                 *picture_inputs(),
@@ -181,13 +190,18 @@ class EditImage(io.ComfyNode):
         image: Any,
         width: int,
         height: int,
+        image_2: Any = None,
+        image_3: Any = None,
+        image_4: Any = None,
         **sampling: Any,
     ) -> io.NodeOutput:
         """Generates."""
         with told(cls.hidden.unique_id):
             size = {"width": width or None, "height": height or None}
+            given = (one for one in (image_2, image_3, image_4) if one is not None)
+            further = tuple(tensors.first_png_of(one) for one in given)
             edits: list[tuple[Start, dict[str, Any]]] = [
-                (None, size | {"references": (png,)}) for png in tensors.pngs_of(image)
+                (None, size | {"references": (png, *further)}) for png in tensors.pngs_of(image)
             ]
             return await _generated(cls.hidden.unique_id, model, prompt, edits, **sampling)
 

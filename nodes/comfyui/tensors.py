@@ -165,7 +165,8 @@ def _format_of(family: str) -> tuple[float, float]:
         return LATENT_FORMATS[family]
     except KeyError:
         raise Failure(
-            f"ComfyUI has no latents of the family {family!r}: decode them by VAE Decode (moored)."
+            f"Latents of the family {family!r} are not converted to ComfyUI's, nor from them: use VAE Decode "
+            "and VAE Encode (moored)."
         ) from None
 
 

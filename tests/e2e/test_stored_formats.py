@@ -119,6 +119,94 @@ def write_pickled(folder: Path, weights: Numbers) -> None:
     write_pth(folder / "pickled.pth", {name: in_bf16(one) for name, one in weights.items()})
 
 
+def comfy_quant(name: str, **said: object) -> Tensors:
+    """What ComfyUI says of a layer, in a tensor beside its weight."""
+    text = json.dumps(said).encode()
+    return {name.replace(".weight", ".comfy_quant"): in_bytes(np.frombuffer(text, np.uint8))}
+
+
+def hadamard(size: int) -> np.ndarray:
+    """The regular Hadamard matrix of a power of four over its square root: its own inverse."""
+    four = np.ones((4, 4)) - 2 * np.fliplr(np.eye(4))
+    return four / 2 if size == 4 else np.kron(hadamard(size // 4), four / 2)
+
+
+def write_rotated_int8(folder: Path, weights: Numbers) -> None:
+    """Layers of blocks in int8, a scale for each row, groups of 64 columns rotated."""
+    tensors: Tensors = {}
+    for name, numbers in weights.items():
+        tensors[name] = in_bf16(numbers)
+        if is_weight(numbers) and is_in_a_block(name):
+            rotated = (numbers.reshape(len(numbers), -1, 64) @ hadamard(64)).reshape(numbers.shape)
+            scales = np.abs(rotated).max(1, keepdims=True) / 127
+            codes = np.round(rotated / scales).astype(np.int8)
+            tensors[name] = in_bytes(codes.view(np.uint8), "I8")
+            tensors[f"{name}_scale"] = in_f32(*scales.reshape(-1), shape=scales.shape)
+            said = {"convrot": True, "convrot_groupsize": 64}
+            tensors |= comfy_quant(name, format="int8_tensorwise", **said)
+    write_safetensors(folder / "int8-convrot.safetensors", tensors)
+
+
+def for_tensor_cores(scales: np.ndarray) -> np.ndarray:
+    """Bytes of blocks in the order of tensor cores: tiles of 128 rows by four blocks."""
+    rows, blocks = (math.ceil(side / of) for side, of in zip(scales.shape, (128, 4), strict=True))
+    padded = np.zeros((128 * rows, 4 * blocks), np.uint8)
+    padded[: scales.shape[0], : scales.shape[1]] = scales
+    tiles = padded.reshape(rows, 4, 32, blocks, 4).transpose(0, 3, 2, 1, 4)
+    return np.ascontiguousarray(tiles).reshape(128 * rows, 4 * blocks)
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+def nvfp4_of_comfyui(name: str, numbers: np.ndarray) -> Tensors:
+    """Codes in e2m1, the high nibble first; a scale in e4m3 for each 16 columns, and one of the weight."""
+    blocks = numbers.reshape(len(numbers), -1, 16)
+    whole = np.abs(numbers).max() / (6 * 448)
+    scales = e4m3(np.abs(blocks).max(2) / 6 / whole)
+    table = np.array([float_of_e4m3(code) for code in range(256)], np.float32)
+    scaled = blocks / np.maximum(table[scales] * whole, 1e-30)[:, :, None]
+    codes = nearest(np.abs(scaled), E2M1) | ((scaled < 0).astype(np.uint8) << 3)
+    codes = codes.reshape(len(numbers), -1, 2)
+    return {
+        name: in_bytes((codes[:, :, 0] << 4) | codes[:, :, 1]),
+        f"{name}_scale": in_bytes(for_tensor_cores(scales), "F8_E4M3"),
+        f"{name}_scale_2": in_f32(whole),
+        **comfy_quant(name, format="nvfp4"),
+    }
+
+
+def mxfp8_of_comfyui(name: str, numbers: np.ndarray) -> Tensors:
+    """Codes in e4m3, and a power of two for each 32 columns."""
+    blocks = numbers.reshape(len(numbers), -1, 32)
+    exponents = np.ceil(np.log2(np.maximum(np.abs(blocks).max(2) / 448, 2.0**-126)))
+    codes = e4m3(blocks / np.exp2(exponents)[:, :, None]).reshape(numbers.shape)
+    return {
+        name: in_bytes(codes, "F8_E4M3"),
+        f"{name}_scale": in_bytes(for_tensor_cores((exponents + 127).astype(np.uint8))),
+        **comfy_quant(name, format="mxfp8"),
+    }
+
+
+def float_of_e4m3(code: int) -> float:
+    """The number that a code stands for."""
+    exponent, mantissa = code >> 3 & 15, code & 7
+    size = mantissa / 512 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+    return -size if code & 128 else size
+
+
+def write_blocks_of_comfyui(folder: Path, _: Numbers) -> None:
+    """Layers of blocks in nvfp4 and in mxfp8, in diffusers' names: their scales are in tiles of 128 rows,
+    and this model's fused layers have parts of other sizes."""
+    ours = read_safetensors(DEMO / "model" / WEIGHTS)
+    for stem, made in (("nvfp4", nvfp4_of_comfyui), ("mxfp8", mxfp8_of_comfyui)):
+        tensors: Tensors = {}
+        for name, numbers in ours.items():
+            inside = is_weight(numbers) and is_in_a_block(name)
+            tensors |= made(name, numbers) if inside else {name: in_bf16(numbers)}
+        write_safetensors(folder / f"{stem}.safetensors", tensors)
+
+
 # bitsandbytes: its tables are those of QLoRA (Dettmers et al., 2023) and of 8-bit Optimizers via Block-wise
 # Quantization (Dettmers et al., 2021).
 NF4 = np.array(
@@ -211,13 +299,12 @@ def write_what_is_not_read(folder: Path, weights: Numbers) -> None:
         nunchaku[f"{block}.qkv_proj.smooth_factor"] = Tensor("BF16", (4,), bytes(8))
     write_safetensors(folder / "nunchaku.safetensors", nunchaku)
 
-    nvfp4 = dict(rest)
-    layer = "double_blocks.0.img_attn.qkv"
-    rows, columns = weights[f"{layer}.weight"].shape
-    nvfp4[f"{layer}.weight"] = in_bytes(np.zeros((rows, columns // 2), np.uint8))
-    nvfp4[f"{layer}.weight_scale"] = in_bytes(np.zeros((rows, columns // 16), np.uint8), "F8_E4M3")
-    nvfp4[f"{layer}.weight_scale_2"] = in_f32(1.0)
-    write_safetensors(folder / "nvfp4.safetensors", nvfp4)
+    awq = dict(rest)
+    layer = "double_blocks.0.img_attn.qkv.weight"
+    rows, columns = weights[layer].shape
+    awq[layer] = in_bytes(np.zeros((rows, columns // 2), np.uint8), "I8")
+    awq |= comfy_quant(layer, format="awq_w4a16")
+    write_safetensors(folder / "awq-w4a16.safetensors", awq)
 
     target = folder / "torchao-folder"
     shutil.copytree(DEMO / "model", target)
@@ -275,10 +362,13 @@ STORED = {
         block_wise("nf4-double", "nf4-double"),
     ),
     "pickled": Stored({}, block_wise("full")),
+    "int8-convrot": Stored({"transformer": "int8-convrot"}, block_wise("int8-convrot")),
+    "nvfp4": Stored({"transformer": "nvfp4"}, block_wise("nvfp4")),
+    "mxfp8": Stored({"transformer": "mxfp8"}, block_wise("mxfp8")),
 }
 REFUSED = {
     "nunchaku": ["Nunchaku"],
-    "nvfp4": ["nvfp4"],
+    "awq-w4a16": ["awq_w4a16"],
     "torchao-folder": ["torchao"],
 }
 
@@ -287,7 +377,11 @@ def held_bytes(name: str, rows: int, columns: int) -> int:
     """Bytes of a weight in a format."""
     numbers = rows * columns
     scales = math.ceil(numbers / 64)
+    tiles = 512 * math.ceil(rows / 128)
     return {
+        "int8-convrot": numbers + 4 * rows,
+        "nvfp4": 16 + tiles * math.ceil(columns / 64) + numbers // 2,
+        "mxfp8": tiles * math.ceil(columns / 128) + numbers,
         "full": F32_BYTES * numbers,
         "Q8_0": numbers // 32 * 34,
         "Q5_1": numbers // 32 * 24,
@@ -310,6 +404,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_fp8_without_scales,
         write_fp8_of_bfl,
         write_pickled,
+        write_rotated_int8,
+        write_blocks_of_comfyui,
         write_folder_of_bitsandbytes,
         write_what_is_not_read,
         write_scales_that_are_no_numbers,

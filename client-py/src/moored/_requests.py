@@ -220,7 +220,8 @@ class ImageOptions(ImageFields, GenerateOptions, total=False):
     ]
     references: Annotated[
         Sequence[PictureLike] | None,
-        "Editing: pictures that the prompt is about. FLUX.1 Kontext takes one.",
+        "Editing: pictures that the prompt is about. "
+        "FLUX.1 Kontext takes one, FLUX.2 klein up to 8.",
     ]
     controls: Annotated[Sequence[Control] | None, "ControlNets, at most 4: a list of Control."]
     output: Annotated[

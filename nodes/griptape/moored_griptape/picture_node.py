@@ -8,7 +8,7 @@ from typing import Any
 
 import moored
 from griptape.artifacts import ImageUrlArtifact
-from griptape_nodes.exe_types.core_types import Parameter
+from griptape_nodes.exe_types.core_types import Parameter, ParameterList, ParameterMode
 from griptape_nodes.exe_types.param_types.parameter_image import ParameterImage
 from griptape_nodes.exe_types.param_types.parameter_int import ParameterInt
 
@@ -32,8 +32,20 @@ class PictureNode(PreviewingNode):
         self.add_parameter(
             ParameterImage(
                 name="reference_image",
-                tooltip="A picture that the prompt is about, for FLUX.1 Kontext: make it snow.",
+                tooltip="A picture that the prompt is about, for FLUX.1 Kontext and FLUX.2 klein: make it "
+                "snow.",
                 allow_output=False,
+            )
+        )
+        self.add_parameter(
+            ParameterList(
+                name="reference_images",
+                tooltip="Further pictures, for models that take several, as FLUX.2 klein. They follow "
+                "reference_image in their order.",
+                type="ImageUrlArtifact",
+                input_types=["ImageUrlArtifact", "ImageArtifact", "str"],
+                allowed_modes={ParameterMode.INPUT, ParameterMode.PROPERTY},
+                ui_options={"clickable_file_browser": True},
             )
         )
         self.add_parameter(
@@ -84,7 +96,9 @@ class PictureNode(PreviewingNode):
         prompt = self._prompt()
         size = {side: self._whole(side) for side in ("width", "height")}
         options: dict[str, Any] = {**self._options(), **size, **await self._picture_options()}
-        options |= await asyncio.to_thread(self._guides)
+        # Asks the engine for connections, which is done on its own loop.
+        further = self.get_parameter_list_value("reference_images")
+        options |= await asyncio.to_thread(self._guides, further)
 
         def begin(whole: dict[str, Any]) -> moored.AsyncEventStream[moored.ImageResult]:
             interval_s = self._preview_interval_s
@@ -98,12 +112,12 @@ class PictureNode(PreviewingNode):
             f"{result.total_ms / 1000:.1f} s: {Path(image.value).name}"
         )
 
-    def _guides(self) -> moored.ImageOptions:
-        """The reference and the ControlNets. Blocks: run it in a thread."""
-        reference = self.get_parameter_value("reference_image")
+    def _guides(self, further: list[Any]) -> moored.ImageOptions:
+        """The references, with further ones, and the ControlNets. Blocks: run it in a thread."""
+        references = [self.get_parameter_value("reference_image"), *further]
         controls = self.get_parameter_value("controls")
         return moored.ImageOptions(
-            references=[file_data(reference)] if reference else None,
+            references=[file_data(one) for one in references if one] or None,
             controls=parse_controls(controls, self.get_parameter_value("control_image")),
         )
 

@@ -8,7 +8,7 @@ use half::slice::HalfFloatSliceExt;
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
-use crate::format::e4m3_to_f32;
+use crate::format::{e4m3_to_f32, e5m2_to_f32};
 use crate::load::Stored;
 
 // Checkpoints are little-endian, and bytes are read directly into numbers.
@@ -74,7 +74,7 @@ pub(crate) enum Part<'a> {
 pub(crate) fn converts(stored: Stored, target: DType) -> bool {
     match target {
         DType::F32 | DType::F64 | DType::F16 | DType::BF16 => {
-            stored.is_float() || matches!(stored, Stored::U8 | Stored::I64 | Stored::F8E4M3)
+            stored.is_float() || matches!(stored, Stored::U8 | Stored::I64 | Stored::F8E4M3 | Stored::F8E5M2)
         }
         DType::U8 => stored == Stored::U8,
         DType::I64 => matches!(stored, Stored::I64 | Stored::U8),
@@ -266,7 +266,8 @@ fn read_f32(file: &File, offset: u64, stored: Stored, to: &mut [f32]) -> std::io
         Stored::F64 => through(file, offset, to, |from: &[f64], to| each(from, to, |x| x as f32)),
         Stored::U8 => through(file, offset, to, |from: &[u8], to| each(from, to, f32::from)),
         Stored::F8E4M3 => through(file, offset, to, |from: &[u8], to| each(from, to, e4m3_to_f32)),
-        Stored::I8 | Stored::I32 | Stored::Gguf(_) => Err(not_converted()),
+        Stored::F8E5M2 => through(file, offset, to, |from: &[u8], to| each(from, to, e5m2_to_f32)),
+        Stored::I8 | Stored::I32 | Stored::F8E8M0 | Stored::Gguf(_) => Err(not_converted()),
         Stored::I64 => through(file, offset, to, |from: &[i64], to| each(from, to, |x| x as f32)),
     }
 }
@@ -281,7 +282,10 @@ fn read_f64(file: &File, offset: u64, stored: Stored, to: &mut [f64]) -> std::io
         Stored::F8E4M3 => through(file, offset, to, |from: &[u8], to| {
             each(from, to, |x| f64::from(e4m3_to_f32(x)));
         }),
-        Stored::I8 | Stored::I32 | Stored::Gguf(_) => Err(not_converted()),
+        Stored::F8E5M2 => through(file, offset, to, |from: &[u8], to| {
+            each(from, to, |x| f64::from(e5m2_to_f32(x)));
+        }),
+        Stored::I8 | Stored::I32 | Stored::F8E8M0 | Stored::Gguf(_) => Err(not_converted()),
         Stored::I64 => through(file, offset, to, |from: &[i64], to| each(from, to, |x| x as f64)),
     }
 }
@@ -302,7 +306,10 @@ fn read_f16(file: &File, offset: u64, stored: Stored, to: &mut [f16]) -> std::io
         Stored::F8E4M3 => through(file, offset, to, |from: &[u8], to| {
             each(from, to, |x| f16::from_f32(e4m3_to_f32(x)));
         }),
-        Stored::I8 | Stored::I32 | Stored::Gguf(_) => Err(not_converted()),
+        Stored::F8E5M2 => through(file, offset, to, |from: &[u8], to| {
+            each(from, to, |x| f16::from_f32(e5m2_to_f32(x)));
+        }),
+        Stored::I8 | Stored::I32 | Stored::F8E8M0 | Stored::Gguf(_) => Err(not_converted()),
         Stored::I64 => through(file, offset, to, |from: &[i64], to| {
             each(from, to, |x| f16::from_f64(x as f64));
         }),
@@ -325,7 +332,10 @@ fn read_bf16(file: &File, offset: u64, stored: Stored, to: &mut [bf16]) -> std::
         Stored::F8E4M3 => through(file, offset, to, |from: &[u8], to| {
             each(from, to, |x| bf16::from_f32(e4m3_to_f32(x)));
         }),
-        Stored::I8 | Stored::I32 | Stored::Gguf(_) => Err(not_converted()),
+        Stored::F8E5M2 => through(file, offset, to, |from: &[u8], to| {
+            each(from, to, |x| bf16::from_f32(e5m2_to_f32(x)));
+        }),
+        Stored::I8 | Stored::I32 | Stored::F8E8M0 | Stored::Gguf(_) => Err(not_converted()),
         Stored::I64 => through(file, offset, to, |from: &[i64], to| {
             each(from, to, |x| bf16::from_f64(x as f64));
         }),

@@ -35,6 +35,98 @@ pub enum WeightFormat {
     Nf4Double,
     /// Blocks of llama.cpp, along each row.
     Gguf(GgufType),
+    /// As [`WeightFormat::Nf4`], with the table of bitsandbytes' fp4.
+    Fp4,
+    /// As [`WeightFormat::Nf4Double`], with the table of bitsandbytes' fp4.
+    Fp4Double,
+    /// Floats of 8 bits (1 sign, 5 exponent, 2 mantissa), with scales in f32: `code * scale`.
+    E5M2(Fp8Scales),
+    /// As [`WeightFormat::Fp8`], with a scale in f32 for each block of [`FP8_BLOCK`] rows and columns; the last blocks are
+    /// cut. Source: DeepSeek-V3 (2024), `weight_scale_inv`.
+    BlockFp8,
+    /// Signed bytes with scales in f32 of a row or the tensor: `code * scale`, then rotated.
+    Int8Scaled(Int8Scales, Rotation),
+    /// Signed nibbles, the low one first, and a scale in f32 for each row: `code * scale`, then rotated
+    /// (ComfyUI's `convrot_w4a4`).
+    Int4(Rotation),
+    /// Nibbles, the low one first, that index a table of 16 values; a scale in e4m3 for each group of columns, and one in f32
+    /// for each row: `clamp(round(table[code] * group), ±127) * row`, then rotated (ComfyUI's `asym_w4a8_int8`).
+    W4A8 { group: u8, rotation: Rotation },
+    /// Floats of 4 bits (1 sign, 2 exponent, 1 mantissa) in blocks of [`NVFP4_BLOCK`] columns with a scale in e4m3, and a scale
+    /// in f32 of the tensor: `code * (block * tensor)`.
+    Nvfp4(Nvfp4Order),
+    /// Floats in e4m3 in blocks of [`MXFP8_BLOCK`] columns, each with a power of two, stored in the order of tensor cores
+    /// ([`swizzled`]): `code * 2^(exponent - 127)`. Source: OCP Microscaling Formats 1.0 (2023).
+    Mxfp8,
+}
+
+/// Sides of the blocks of [`WeightFormat::BlockFp8`].
+pub const FP8_BLOCK: usize = 128;
+/// Columns of a block of [`WeightFormat::Nvfp4`].
+pub const NVFP4_BLOCK: usize = 16;
+/// Columns of a block of [`WeightFormat::Mxfp8`].
+pub const MXFP8_BLOCK: usize = 32;
+
+/// The two layouts of nvfp4, which have the same shapes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Nvfp4Order {
+    /// ComfyUI and Black Forest Labs: the high nibble first, scales in the order of tensor cores ([`swizzled`]).
+    TensorCores,
+    /// NVIDIA's ModelOpt: the low nibble first, scales row by row.
+    Rows,
+}
+
+/// Granularity of the scales of an int8 weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Int8Scales {
+    Tensor,
+    Rows,
+}
+
+/// By what the columns of a row are multiplied, group by group, after its codes are scaled: the regular Hadamard matrix of this
+/// size over its square root, which is its own inverse. The matrix of four is one everywhere but minus one on the second
+/// diagonal, larger ones are its Kronecker powers. Source: ConvRot (2025), as ComfyUI applies it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Rotation {
+    /// By nothing.
+    None,
+    By16,
+    By64,
+    By256,
+}
+
+impl Rotation {
+    /// The rotation by groups of so many columns; `None` for other sizes.
+    pub fn of(columns: usize) -> Option<Rotation> {
+        [Rotation::By16, Rotation::By64, Rotation::By256]
+            .into_iter()
+            .find(|rotation| rotation.group() == columns)
+    }
+
+    /// Columns of a group, 1 without a rotation.
+    pub fn group(self) -> usize {
+        match self {
+            Rotation::None => 1,
+            Rotation::By16 => 16,
+            Rotation::By64 => 64,
+            Rotation::By256 => 256,
+        }
+    }
+}
+
+/// The place of the scale of a row and a block of columns in the order of tensor cores: tiles of 128 rows by four blocks. Each
+/// row of tiles has `blocks` blocks, rounded up to whole tiles. Source: cuBLAS, "1D block scaling factors layout".
+pub fn swizzled(row: usize, block: usize, blocks: usize) -> usize {
+    let tile = row / 128 * blocks.div_ceil(4) + block / 4;
+    tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4
+}
+
+/// Scales in the order of tensor cores of so many rows and blocks, with padding.
+fn swizzled_len(rows: usize, blocks: usize) -> usize {
+    rows.div_ceil(128) * blocks.div_ceil(4) * 512
 }
 
 /// Granularity of the scales of an fp8 weight.
@@ -62,6 +154,8 @@ pub enum GgufType {
     Q4K,
     Q5K,
     Q6K,
+    IQ4NL,
+    IQ4XS,
 }
 
 /// A part of a quantized weight.
@@ -79,13 +173,15 @@ pub enum WeightPart {
     Scales,
     /// Zero bytes, unread: they align codes after a single scale to 16 bytes.
     Padding,
+    /// A byte for each block of columns: e4m3, or the exponent of a power of two.
+    BlockScales,
     /// The codes, or the blocks of GGUF.
     Codes,
 }
 
 impl GgufType {
     /// All types.
-    pub const ALL: [GgufType; 10] = [
+    pub const ALL: [GgufType; 12] = [
         GgufType::Q4_0,
         GgufType::Q4_1,
         GgufType::Q5_0,
@@ -96,6 +192,8 @@ impl GgufType {
         GgufType::Q4K,
         GgufType::Q5K,
         GgufType::Q6K,
+        GgufType::IQ4NL,
+        GgufType::IQ4XS,
     ];
 
     /// Block size in numbers and in bytes.
@@ -111,6 +209,8 @@ impl GgufType {
             GgufType::Q4K => (256, 144),
             GgufType::Q5K => (256, 176),
             GgufType::Q6K => (256, 210),
+            GgufType::IQ4NL => (32, 18),
+            GgufType::IQ4XS => (256, 136),
         }
     }
 
@@ -127,6 +227,8 @@ impl GgufType {
             GgufType::Q4K => "Q4_K",
             GgufType::Q5K => "Q5_K",
             GgufType::Q6K => "Q6_K",
+            GgufType::IQ4NL => "IQ4_NL",
+            GgufType::IQ4XS => "IQ4_XS",
         }
     }
 }
@@ -148,21 +250,57 @@ impl WeightFormat {
         let blocks = numbers.div_ceil(NF4_BLOCK);
         let parts: Vec<(WeightPart, usize)> = match self {
             WeightFormat::Int8 => vec![(WeightPart::Scales, 4 * rows), (WeightPart::Codes, numbers)],
-            WeightFormat::Fp8(Fp8Scales::None) => vec![(WeightPart::Scales, 0), (WeightPart::Codes, numbers)],
-            WeightFormat::Fp8(Fp8Scales::Tensor) => vec![
+            WeightFormat::Fp8(Fp8Scales::None) | WeightFormat::E5M2(Fp8Scales::None) => {
+                vec![(WeightPart::Scales, 0), (WeightPart::Codes, numbers)]
+            }
+            WeightFormat::Fp8(Fp8Scales::Tensor)
+            | WeightFormat::E5M2(Fp8Scales::Tensor)
+            | WeightFormat::Int8Scaled(Int8Scales::Tensor, _) => vec![
                 (WeightPart::Scales, 4),
                 (WeightPart::Padding, 12),
                 (WeightPart::Codes, numbers),
             ],
-            WeightFormat::Fp8(Fp8Scales::Rows) => {
+            WeightFormat::Fp8(Fp8Scales::Rows)
+            | WeightFormat::E5M2(Fp8Scales::Rows)
+            | WeightFormat::Int8Scaled(Int8Scales::Rows, _) => {
                 vec![(WeightPart::Scales, 4 * rows), (WeightPart::Codes, numbers)]
             }
-            WeightFormat::Nf4 => vec![
+            WeightFormat::BlockFp8 => {
+                let blocks = rows.div_ceil(FP8_BLOCK) * columns.div_ceil(FP8_BLOCK);
+                vec![(WeightPart::Scales, 4 * blocks), (WeightPart::Codes, numbers)]
+            }
+            WeightFormat::Int4(_) => {
+                vec![(WeightPart::Scales, 4 * rows), (WeightPart::Codes, numbers / 2)]
+            }
+            WeightFormat::W4A8 { group, .. } => vec![
+                (WeightPart::Table, 4 * 16),
+                (WeightPart::Scales, 4 * rows),
+                (WeightPart::BlockScales, numbers / usize::from(group.max(1))),
+                (WeightPart::Codes, numbers / 2),
+            ],
+            WeightFormat::Nvfp4(order) => {
+                let blocks = columns / NVFP4_BLOCK;
+                let scales = match order {
+                    Nvfp4Order::TensorCores => swizzled_len(rows, blocks),
+                    Nvfp4Order::Rows => rows * blocks,
+                };
+                vec![
+                    (WeightPart::Scales, 4),
+                    (WeightPart::Padding, 12),
+                    (WeightPart::BlockScales, scales),
+                    (WeightPart::Codes, numbers / 2),
+                ]
+            }
+            WeightFormat::Mxfp8 => vec![
+                (WeightPart::BlockScales, swizzled_len(rows, columns / MXFP8_BLOCK)),
+                (WeightPart::Codes, numbers),
+            ],
+            WeightFormat::Nf4 | WeightFormat::Fp4 => vec![
                 (WeightPart::Table, 4 * 16),
                 (WeightPart::Scales, 4 * blocks),
                 (WeightPart::Codes, numbers.div_ceil(2)),
             ],
-            WeightFormat::Nf4Double => vec![
+            WeightFormat::Nf4Double | WeightFormat::Fp4Double => vec![
                 (WeightPart::Table, 4 * 16),
                 (WeightPart::NestedTable, 4 * 256),
                 (WeightPart::Offset, 4),
@@ -184,6 +322,16 @@ impl WeightFormat {
         parts.into_iter().map(place).collect()
     }
 
+    /// The groups of columns that are multiplied by a Hadamard matrix after the codes are scaled.
+    pub fn rotation(self) -> Rotation {
+        match self {
+            WeightFormat::Int8Scaled(_, rotation)
+            | WeightFormat::Int4(rotation)
+            | WeightFormat::W4A8 { rotation, .. } => rotation,
+            _ => Rotation::None,
+        }
+    }
+
     /// Exact bytes of a weight of this shape.
     pub fn bytes(self, rows: usize, columns: usize) -> Bytes {
         let end = self
@@ -198,7 +346,24 @@ impl WeightFormat {
     pub fn fits(self, columns: usize) -> bool {
         match self {
             WeightFormat::Gguf(kind) => columns.is_multiple_of(kind.block().0),
-            WeightFormat::Int8 | WeightFormat::Fp8(_) | WeightFormat::Nf4 | WeightFormat::Nf4Double => true,
+            WeightFormat::Int8
+            | WeightFormat::Fp8(_)
+            | WeightFormat::E5M2(_)
+            | WeightFormat::BlockFp8
+            | WeightFormat::Nf4
+            | WeightFormat::Nf4Double
+            | WeightFormat::Fp4
+            | WeightFormat::Fp4Double => true,
+            WeightFormat::Int8Scaled(_, rotation) => columns.is_multiple_of(rotation.group()),
+            // Eight codes are read at a time.
+            WeightFormat::Int4(rotation) => columns.is_multiple_of(rotation.group().max(8)),
+            WeightFormat::W4A8 { group, rotation } => {
+                group >= 8
+                    && columns.is_multiple_of(usize::from(group))
+                    && columns.is_multiple_of(rotation.group())
+            }
+            WeightFormat::Nvfp4(_) => columns.is_multiple_of(NVFP4_BLOCK),
+            WeightFormat::Mxfp8 => columns.is_multiple_of(MXFP8_BLOCK),
         }
     }
 }
@@ -214,6 +379,29 @@ pub fn e4m3_to_f32(code: u8) -> f32 {
         _ => (1.0 + mantissa / 8.0) * f32::from_bits(((exponent - 7 + 127) as u32) << 23),
     };
     if code & 0x80 == 0 { size } else { -size }
+}
+
+/// Decodes E5M2: 1 sign, 5 exponent, 2 mantissa bits: the upper half of a binary16.
+///
+/// Source: FP8 Formats for Deep Learning (Micikevicius et al., 2022), E5M2.
+pub fn e5m2_to_f32(code: u8) -> f32 {
+    half::f16::from_bits(u16::from(code) << 8).to_f32()
+}
+
+/// Decodes E2M1: 1 sign, 2 exponent (bias 1), 1 mantissa bit; the lower four bits of `code`.
+///
+/// Source: OCP Microscaling Formats 1.0 (2023), FP4.
+pub fn e2m1_to_f32(code: u8) -> f32 {
+    const SIZES: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let size = SIZES[usize::from(code & 7)];
+    if code & 8 == 0 { size } else { -size }
+}
+
+/// Decodes E8M0: a power of two. Zero is read as 0, with which empty blocks are written, and 255 is not finite.
+///
+/// Source: OCP Microscaling Formats 1.0 (2023), E8M0.
+pub fn e8m0_to_f32(code: u8) -> f32 {
+    f32::from_bits(u32::from(code) << 23)
 }
 
 /// Rows and columns of a weight of this shape. Without rows the column count saturates at `usize::MAX`.
@@ -235,6 +423,21 @@ impl fmt::Display for WeightFormat {
             WeightFormat::Nf4 => "nf4",
             WeightFormat::Nf4Double => "nf4-double",
             WeightFormat::Gguf(kind) => kind.as_str(),
+            WeightFormat::Fp4 => "fp4",
+            WeightFormat::Fp4Double => "fp4-double",
+            WeightFormat::E5M2(Fp8Scales::None) => "e5m2-unscaled",
+            WeightFormat::E5M2(Fp8Scales::Tensor) => "e5m2-scaled",
+            WeightFormat::E5M2(Fp8Scales::Rows) => "e5m2",
+            WeightFormat::BlockFp8 => "fp8-blocks",
+            WeightFormat::Int8Scaled(Int8Scales::Tensor, Rotation::None) => "int8-scaled",
+            WeightFormat::Int8Scaled(Int8Scales::Rows, Rotation::None) => "int8-rows",
+            WeightFormat::Int8Scaled(_, _) => "int8-convrot",
+            WeightFormat::Int4(Rotation::None) => "int4",
+            WeightFormat::Int4(_) => "int4-convrot",
+            WeightFormat::W4A8 { .. } => "w4a8",
+            WeightFormat::Nvfp4(Nvfp4Order::TensorCores) => "nvfp4",
+            WeightFormat::Nvfp4(Nvfp4Order::Rows) => "nvfp4-modelopt",
+            WeightFormat::Mxfp8 => "mxfp8",
         })
     }
 }

@@ -55,8 +55,9 @@ pub use files::{
     FileStamp, all_text_of, create_private_folder, open_private, open_regular, read_bounded, text_bounded,
 };
 pub use format::{
-    Fp8Scales, GgufType, INT8_STEP, NF4_BLOCK, NF4_NESTED_BLOCK, WeightFormat, WeightFormatError, WeightPart,
-    e4m3_to_f32, rows_and_columns,
+    FP8_BLOCK, Fp8Scales, GgufType, INT8_STEP, Int8Scales, MXFP8_BLOCK, NF4_BLOCK, NF4_NESTED_BLOCK,
+    NVFP4_BLOCK, Nvfp4Order, Rotation, WeightFormat, WeightFormatError, WeightPart, e2m1_to_f32, e4m3_to_f32,
+    e5m2_to_f32, e8m0_to_f32, rows_and_columns, swizzled,
 };
 pub use holders::{CardProcess, UNLISTED, UNSEEN, foreign_holders, process_name};
 pub use kept::{KeepError, KeptFolder, keep, kept_bytes, kept_plan};

@@ -25,6 +25,10 @@ pub enum Stored {
     I8,
     /// E4M3: 1 sign, 4 exponent, 3 mantissa bits; no infinities.
     F8E4M3,
+    /// E5M2: 1 sign, 5 exponent, 2 mantissa bits.
+    F8E5M2,
+    /// E8M0: the exponents of powers of two. Read as scales only.
+    F8E8M0,
     I64,
     /// Read as a single number only: the alpha of an adapter.
     I32,
@@ -36,7 +40,7 @@ impl Stored {
     /// Block size in numbers and bytes; (1, width) for types without blocks.
     pub fn block(self) -> (usize, usize) {
         match self {
-            Stored::U8 | Stored::I8 | Stored::F8E4M3 => (1, 1),
+            Stored::U8 | Stored::I8 | Stored::F8E4M3 | Stored::F8E5M2 | Stored::F8E8M0 => (1, 1),
             Stored::F16 | Stored::Bf16 => (1, 2),
             Stored::F32 | Stored::I32 => (1, 4),
             Stored::F64 | Stored::I64 => (1, 8),

@@ -147,7 +147,7 @@ pub(crate) fn unit(format: WeightFormat, columns: usize) -> Option<usize> {
     match format {
         WeightFormat::Int8 | WeightFormat::Fp8(Fp8Scales::Rows) => Some(columns.max(1)),
         WeightFormat::Nf4 | WeightFormat::Nf4Double => Some(NF4_BLOCK),
-        WeightFormat::Fp8(Fp8Scales::None | Fp8Scales::Tensor) | WeightFormat::Gguf(_) => None,
+        _ => None,
     }
 }
 
@@ -195,7 +195,7 @@ impl<'a> Parts<'a> {
                 WeightPart::Offset => offset = bytes,
                 WeightPart::NestedAbsmax => nested = bytes,
                 WeightPart::Scales => scales = bytes,
-                WeightPart::Padding => bytes.fill(0),
+                WeightPart::Padding | WeightPart::BlockScales => bytes.fill(0),
                 WeightPart::Codes => codes = bytes,
             }
         }

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use candle_core::{DType, Device, Result, Tensor};
-use gpu::{GgufType, QuantizedWeight, Weight, WeightFormat};
+use gpu::{GgufType, QuantizedWeight, Rotation, Weight, WeightFormat};
 use serde::{Deserialize, Serialize};
 
 use crate::linear_cpu::product_into;
@@ -41,11 +41,25 @@ impl Fp8Products {
     /// Whether weights of a format are multiplied in fp8.
     #[must_use]
     pub fn takes(self, format: WeightFormat) -> bool {
-        use GgufType::{Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+        use GgufType::{IQ4NL, IQ4XS, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
         let is_coarse = match format {
-            WeightFormat::Fp8(_) | WeightFormat::Nf4 | WeightFormat::Nf4Double => true,
-            WeightFormat::Gguf(Q2K | Q3K | Q4_0 | Q4_1 | Q4K) => true,
+            WeightFormat::Fp8(_) | WeightFormat::E5M2(_) | WeightFormat::BlockFp8 | WeightFormat::Mxfp8 => {
+                true
+            }
+            WeightFormat::Nf4 | WeightFormat::Nf4Double | WeightFormat::Fp4 | WeightFormat::Fp4Double => true,
+            WeightFormat::Nvfp4(_) => true,
+            WeightFormat::Gguf(Q2K | Q3K | Q4_0 | Q4_1 | Q4K | IQ4NL | IQ4XS) => true,
             WeightFormat::Int8 | WeightFormat::Gguf(Q5_0 | Q5_1 | Q5K | Q6K | Q8_0) => false,
+            // A group is turned back by threads side by side, which the kernel that makes codes of rows does not ensure.
+            WeightFormat::Int8Scaled(_, rotation)
+            | WeightFormat::Int4(rotation)
+            | WeightFormat::W4A8 { rotation, .. }
+                if rotation != Rotation::None =>
+            {
+                return false;
+            }
+            WeightFormat::Int8Scaled(..) => false,
+            WeightFormat::Int4(_) | WeightFormat::W4A8 { .. } => true,
         };
         match self {
             Fp8Products::Never => false,

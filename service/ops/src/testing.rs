@@ -1,7 +1,7 @@
 //! Fixtures and assertions shared by the tests.
 
 use candle_core::{DType, Device, Result, Tensor};
-use gpu::{Fp8Scales, GgufType, QuantizedWeight, WeightFormat, WeightPart};
+use gpu::{Fp8Scales, GgufType, Int8Scales, Nvfp4Order, QuantizedWeight, Rotation, WeightFormat, WeightPart};
 
 #[path = "../tests/device/mod.rs"]
 mod device;
@@ -37,7 +37,8 @@ pub(crate) fn random_bytes(format: WeightFormat, rows: usize, columns: usize, se
         *byte = (number.abs() * 65536.0) as u32 as u8;
     }
     for (part, range) in format.layout(rows, columns) {
-        let narrow = format == WeightFormat::Nf4Double && part == WeightPart::Scales;
+        let is_double = matches!(format, WeightFormat::Nf4Double | WeightFormat::Fp4Double);
+        let narrow = is_double && part == WeightPart::Scales || part == WeightPart::BlockScales;
         if part != WeightPart::Codes && !narrow {
             for (scale, number) in bytes[range].chunks_exact_mut(4).zip(&numbers) {
                 scale.copy_from_slice(&number.to_le_bytes());
@@ -57,7 +58,7 @@ pub(crate) fn random_bytes(format: WeightFormat, rows: usize, columns: usize, se
 /// Offsets of the f16 numbers of a block.
 fn halves(kind: GgufType) -> Vec<usize> {
     match kind {
-        GgufType::Q4_0 | GgufType::Q5_0 | GgufType::Q8_0 => vec![0],
+        GgufType::Q4_0 | GgufType::Q5_0 | GgufType::Q8_0 | GgufType::IQ4NL | GgufType::IQ4XS => vec![0],
         GgufType::Q4_1 | GgufType::Q5_1 | GgufType::Q4K | GgufType::Q5K => vec![0, 2],
         GgufType::Q2K => vec![80, 82],
         GgufType::Q3K => vec![108],
@@ -67,10 +68,41 @@ fn halves(kind: GgufType) -> Vec<usize> {
 
 /// All weight formats.
 pub(crate) fn formats() -> Vec<WeightFormat> {
-    let fp8 = [Fp8Scales::None, Fp8Scales::Tensor, Fp8Scales::Rows].map(WeightFormat::Fp8);
-    let others = [WeightFormat::Int8, WeightFormat::Nf4, WeightFormat::Nf4Double];
+    let scales = [Fp8Scales::None, Fp8Scales::Tensor, Fp8Scales::Rows];
+    let floats = scales
+        .map(WeightFormat::Fp8)
+        .into_iter()
+        .chain(scales.map(WeightFormat::E5M2));
+    let others = [
+        WeightFormat::Int8,
+        WeightFormat::Nf4,
+        WeightFormat::Nf4Double,
+        WeightFormat::Fp4,
+        WeightFormat::Fp4Double,
+        WeightFormat::BlockFp8,
+        WeightFormat::Mxfp8,
+        WeightFormat::Nvfp4(Nvfp4Order::TensorCores),
+        WeightFormat::Nvfp4(Nvfp4Order::Rows),
+    ];
+    let rotations = [Rotation::None, Rotation::By16, Rotation::By64, Rotation::By256];
+    let rotated = rotations.into_iter().flat_map(|rotation| {
+        [
+            WeightFormat::Int8Scaled(Int8Scales::Tensor, rotation),
+            WeightFormat::Int8Scaled(Int8Scales::Rows, rotation),
+            WeightFormat::Int4(rotation),
+            WeightFormat::W4A8 { group: 16, rotation },
+        ]
+    });
     let gguf = GgufType::ALL.map(WeightFormat::Gguf);
-    fp8.into_iter().chain(others).chain(gguf).collect()
+    floats.chain(others).chain(rotated).chain(gguf).collect()
+}
+
+/// The least number of columns of a weight in a format, of which others are multiples.
+pub(crate) fn least_columns(format: WeightFormat) -> usize {
+    [1, 8, 16, 32, 64, 256]
+        .into_iter()
+        .find(|columns| format.fits(*columns))
+        .unwrap()
 }
 
 /// A quantized weight on the device of the tests.

@@ -362,7 +362,7 @@ def test_a_model_with_a_lora_is_held_and_unloaded_as_such(
 
 @pytest.fixture(scope="module")
 def editing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with a tiny FLUX.1, the same as Kontext, and two ControlNets."""
+    """A service with a tiny FLUX.1, the same as Kontext, a tiny FLUX.2 klein, and two ControlNets."""
     models, nets = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("nets")
     picture_models(models)
     for name in ("single", "union"):
@@ -433,6 +433,43 @@ def test_a_picture_is_edited_by_kontext(comfyui: ComfyUI, editing: Service) -> N
     run = comfyui.queue(plain.prompt).done()
     assert run.status == "error"
     assert "name a model that takes them" in run.error
+
+
+def test_pictures_are_edited_together_by_klein(comfyui: ComfyUI, editing: Service) -> None:
+    """Each of a batch, with the first of each further input; one that is not linked is left out."""
+    graph = Graph(editing.address, model="klein")
+    batch = graph.text_to_image(steps=1, count=2)
+    loaded = graph.add("LoadImage", image=comfyui.upload("further.png", scene(2)))
+    further = {"image_2": [loaded, 0], "image_4": [batch, 0]}
+    show = shown(graph, graph.edit([batch, 0], steps=1, **further))
+    run = comfyui.queue(graph.prompt).succeeded()
+    options: dict[str, Any] = {"model": "klein", "steps": 1, **SIZE}
+    with editing.client() as client:
+        made = client.generate_image(RED, seed=7, count=2, **options).pictures
+        pictures = [one.image for one in made]
+        own = [
+            client.generate_image(
+                RED, references=[one, scene(2), pictures[0]], seed=seed, **options
+            )
+            for seed, one in zip((7, 8), pictures, strict=True)
+        ]
+        turned = [scene(2), *pictures[:1] * 2]
+        other = client.generate_image(RED, references=turned, seed=7, **options)
+    same(run.pictures(show), [one.pictures[0].array for one in own])
+    assert not np.array_equal(own[0].pictures[0].array, other.pictures[0].array), "order counts"
+
+
+def test_further_pictures_are_refused_by_a_model_that_takes_one(
+    comfyui: ComfyUI, editing: Service
+) -> None:
+    graph = Graph(editing.address, model="kontext")
+    loaded = graph.add("LoadImage", image=comfyui.upload("edited.png", scene(2)))
+    edited = graph.edit([loaded, 0], steps=1, image_3=[loaded, 0])
+    shown(graph, edited)
+    run = comfyui.queue(graph.prompt).done()
+    assert run.status == "error"
+    assert "The reference images are 2; this model takes 1" in run.error
+    assert run.texts(edited)[-1] in run.error
 
 
 def test_chained_control_nets_give_the_same_picture_as_the_client(

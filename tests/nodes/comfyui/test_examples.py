@@ -28,6 +28,7 @@ IN_PLACE_OF = {
     "ACE-Step/Ace-Step1.5": "moored/demo-sound",
     "black-forest-labs/FLUX.1-dev": "plain",
     "black-forest-labs/FLUX.1-Kontext-dev": "kontext",
+    "black-forest-labs/FLUX.2-klein-4B": "klein",
 }
 """Models that are small, by those that the examples name; what is not here is used as it is."""
 FEW: dict[str, Any] = {
@@ -62,7 +63,7 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with the shipped models, a tiny Kontext, a tiny HunyuanVideo and a ControlNet."""
+    """A service with the shipped models, a tiny Kontext, FLUX.2 klein and HunyuanVideo, and a ControlNet."""
     models, nets = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("nets")
     picture_models(models)
     film_models(models)

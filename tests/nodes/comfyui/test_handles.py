@@ -224,8 +224,17 @@ def test_latents_that_are_no_pictures_are_refused(pack: ModuleType) -> None:
     video = {"samples": torch.from_numpy(np.zeros((1, 16, 3, 8, 8), dtype=np.float32))}
     with pytest.raises(RuntimeError, match="another kind of model"):
         pack.tensors.arrays_of(video, "flux")
-    with pytest.raises(RuntimeError, match="no latents of the family 'instant'"):
-        pack.tensors.arrays_of({"samples": video["samples"]}, "instant")
+
+
+@pytest.mark.parametrize("family", ["instant", "flux2"])
+def test_latents_of_a_family_in_another_format_are_refused(pack: ModuleType, family: str) -> None:
+    """Those of FLUX.2 are patches of 128 numbers, scaled by statistics of the checkpoint."""
+    latent = np.zeros((1, 128, 4, 4), dtype=np.float32)
+    said = f"family '{family}' are not converted .*: use VAE Decode and VAE Encode"
+    with pytest.raises(pack.failures.Failure, match=said):
+        pack.tensors.samples_of([latent], family)
+    with pytest.raises(pack.failures.Failure, match=said):
+        pack.tensors.arrays_of({"samples": torch.from_numpy(latent)}, family)
 
 
 # Errors.

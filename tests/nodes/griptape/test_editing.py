@@ -23,11 +23,12 @@ QUICK: dict[str, Any] = {"seed": 7, "steps": 2, "width": 64, "height": 64}
 
 @pytest.fixture(scope="module")
 def editing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with the shipped model, a tiny FLUX.1, the same as Kontext, and two ControlNets."""
+    """A service with a tiny FLUX.1, the same as Kontext, a tiny FLUX.2 klein, and two ControlNets."""
     models, nets = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("nets")
     for name in ("plain", "kontext"):
         shutil.copytree(FIXTURES / "flux-tiny", models / name)
     shutil.copytree(FIXTURES / "flux-kontext-tiny", models / "kontext", dirs_exist_ok=True)
+    shutil.copytree(FIXTURES / "flux2-tiny", models / "klein")
     for name in ("single", "union"):
         shutil.copytree(FIXTURES / "flux-controlnet-tiny" / name, nets / name)
     arguments = ("--models", str(models), "--set", f"models.adapters={json.dumps([str(nets)])}")
@@ -102,6 +103,61 @@ def test_a_reference_is_what_kontext_edits(
         own = client.generate_image(PROMPT, references=[start], **options)
         assert not same(client.generate_image(PROMPT, **options).image, own.image)
     assert same(picture(node), own.image)
+
+
+async def add_references(engine: Headless, node: Any, *pictures: Any) -> list[str]:
+    """Adds items to a node's list, as the editor does; their names."""
+    from griptape_nodes.retained_mode.events.parameter_events import AddParameterToNodeRequest
+
+    request = AddParameterToNodeRequest(
+        node_name=node.name, parent_container_name="reference_images"
+    )
+    names = [(await engine.ask(request)).parameter_name for _ in pictures]
+    await engine.set(node, **dict(zip(names, pictures, strict=True)))
+    return names
+
+
+def test_further_references_follow_the_first_in_their_order(
+    engine_with: Headless, editing: Service, start: Path, mask: Path
+) -> None:
+    options = {"model": "klein", **QUICK, "steps": 1}
+    values = {"reference_image": str(start), **options}
+    node = engine_with.do(engine_with.node("GenerateImage", prompt=PROMPT, **values))
+    artifact = {"type": "ImageUrlArtifact", "value": str(start)}
+    engine_with.do(add_references(engine_with, node, str(mask), artifact))
+    result = engine_with.do(engine_with.run())
+    assert result.succeeded(), result.result_details
+    with editing.client() as client:
+        own = client.generate_image(PROMPT, references=[start, mask, start], **options).image
+        turned = client.generate_image(PROMPT, references=[start, start, mask], **options).image
+    assert same(picture(node), own)
+    assert not same(own, turned), "order counts"
+
+
+def test_a_further_reference_comes_from_another_node(
+    engine_with: Headless, editing: Service
+) -> None:
+    options = {"model": "klein", **QUICK, "steps": 1}
+    first = engine_with.do(engine_with.node("GenerateImage", prompt=PROMPT, **options))
+    node = engine_with.do(engine_with.node("GenerateImage", prompt=PROMPT, **options))
+    (name,) = engine_with.do(add_references(engine_with, node, None))
+    engine_with.do(engine_with.connect(first, "image", node, name))
+    result = engine_with.do(engine_with.run())
+    assert result.succeeded(), result.result_details
+    with editing.client() as client:
+        own = client.generate_image(PROMPT, references=[picture(first)], **options).image
+    assert same(picture(node), own)
+
+
+def test_further_references_are_refused_by_a_model_that_takes_one(
+    engine_with: Headless, editing: Service, start: Path
+) -> None:
+    values = {"model": "kontext", "reference_image": str(start), **QUICK}
+    node = engine_with.do(engine_with.node("GenerateImage", prompt=PROMPT, **values))
+    engine_with.do(add_references(engine_with, node, str(start)))
+    assert engine_with.do(engine_with.run()).failed()
+    said = str(node.parameter_output_values["result_details"])
+    assert "the reference images are 2; this model takes 1" in said
 
 
 @pytest.mark.parametrize(

@@ -354,8 +354,8 @@ class GenerateImageRequest(google.protobuf.message.Message):
 
     @property
     def references(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PictureInput]:
-        """Editing: pictures that the prompt is about. FLUX.1 Kontext takes one, in the size that it prefers for the aspect. Width and
-        height that are left out are that size.
+        """Editing: pictures that the prompt is about. FLUX.1 Kontext takes one, in the size that it prefers for the aspect; FLUX.2 klein
+        takes up to 8, each scaled to at most a megapixel. Width and height that are left out are those of the first.
         """
 
     @property

@@ -476,6 +476,8 @@ fn stored(number: u32) -> Option<Stored> {
         12 => Stored::Gguf(GgufType::Q4K),
         13 => Stored::Gguf(GgufType::Q5K),
         14 => Stored::Gguf(GgufType::Q6K),
+        20 => Stored::Gguf(GgufType::IQ4NL),
+        23 => Stored::Gguf(GgufType::IQ4XS),
         24 => Stored::I8,
         27 => Stored::I64,
         28 => Stored::F64,
@@ -485,17 +487,15 @@ fn stored(number: u32) -> Option<Stored> {
 }
 
 /// Names of the types that are not read, for messages.
-const UNREAD: [(u32, &str); 18] = [
+const UNREAD: [(u32, &str); 16] = [
     (9, "Q8_1"),
     (15, "Q8_K"),
     (16, "IQ2_XXS"),
     (17, "IQ2_XS"),
     (18, "IQ3_XXS"),
     (19, "IQ1_S"),
-    (20, "IQ4_NL"),
     (21, "IQ3_S"),
     (22, "IQ2_S"),
-    (23, "IQ4_XS"),
     (25, "I16"),
     (26, "I32"),
     (29, "IQ1_M"),

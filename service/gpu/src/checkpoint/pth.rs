@@ -341,7 +341,8 @@ fn state_dict<'p>(pickle: &'p Pickle<'_>) -> Result<impl Iterator<Item = (u32, u
 }
 
 /// Element types that are read.
-const READABLE: &str = "float32, float16, bfloat16, float64, uint8, int8, int64 and float8_e4m3fn";
+const READABLE: &str =
+    "float32, float16, bfloat16, float64, uint8, int8, int64, float8_e4m3fn and float8_e5m2";
 
 /// One tensor, validated against its storage.
 fn entry(

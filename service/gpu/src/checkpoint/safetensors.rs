@@ -165,6 +165,8 @@ fn stored(dtype: &str) -> Option<Stored> {
         "U8" => Stored::U8,
         "I8" => Stored::I8,
         "F8_E4M3" => Stored::F8E4M3,
+        "F8_E5M2" => Stored::F8E5M2,
+        "F8_E8M0" => Stored::F8E8M0,
         _ => return None,
     })
 }

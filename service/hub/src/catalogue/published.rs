@@ -12,6 +12,7 @@ use pipelines::autoencoders::mmaudio::vocoder::VocoderConfig;
 use pipelines::autoencoders::oobleck::OobleckConfig;
 use pipelines::autoencoders::wan::WanVaeConfig;
 use pipelines::flux::TransformerConfig as FluxTransformer;
+use pipelines::flux2::TransformerConfig as Flux2Transformer;
 use pipelines::hunyuan::TransformerConfig as HunyuanTransformer;
 use pipelines::ovi::FusionConfig;
 use pipelines::text::clip::ClipConfig;
@@ -115,6 +116,30 @@ fn write_z_image(folder: &Path) {
     write(&folder.join("transformer"), json!({}), DIFFUSERS, shapes);
     write_vae(folder);
     let config = json!({"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_key_value_heads": 8, "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"}});
+    let shapes = |config: Qwen3Config| config.tensor_shapes(config.num_hidden_layers, &|_| false);
+    write(&folder.join("text_encoder"), config, TRANSFORMERS, shapes);
+}
+
+/// FLUX.2 klein of so many double and single blocks and heads, with the text encoder of this width.
+fn write_flux2(folder: &Path, is_distilled: bool, blocks: [usize; 3], [width, inner]: [usize; 2]) {
+    copy_rest(&fixture("flux2-tiny"), folder);
+    let index = folder.join("model_index.json");
+    let mut written: Value = serde_json::from_slice(&fs::read(&index).unwrap()).unwrap();
+    written["is_distilled"] = is_distilled.into();
+    fs::write(&index, written.to_string()).unwrap();
+    let [double, single, heads] = blocks;
+    let config = json!({"num_layers": double, "num_single_layers": single, "num_attention_heads": heads,
+        "joint_attention_dim": 3 * width, "guidance_embeds": false});
+    let shapes = |config: Flux2Transformer| config.tensor_shapes().collect();
+    write(&folder.join("transformer"), config, DIFFUSERS, shapes);
+    let (down, up) = (["DownEncoderBlock2D"; 4], ["UpDecoderBlock2D"; 4]);
+    let config = json!({"latent_channels": 32, "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2,
+        "sample_size": 1024, "patch_size": [2, 2], "down_block_types": down, "up_block_types": up});
+    write(&folder.join("vae"), config, DIFFUSERS, |config: VaeConfig| {
+        config.tensor_shapes()
+    });
+    let config = json!({"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": 36,
         "num_key_value_heads": 8, "rope_parameters": {"rope_theta": 1_000_000.0, "rope_type": "default"}});
     let shapes = |config: Qwen3Config| config.tensor_shapes(config.num_hidden_layers, &|_| false);
     write(&folder.join("text_encoder"), config, TRANSFORMERS, shapes);
@@ -260,6 +285,9 @@ pub(super) fn write_model(name: &str, folder: &Path) -> PathBuf {
         "flux-schnell" => write_flux(folder, false),
         "flux-dev" => write_flux(folder, true),
         "z-image-turbo" => write_z_image(folder),
+        "flux2-klein-4b" => write_flux2(folder, true, [5, 20, 24], [2560, 9728]),
+        "flux2-klein-base-4b" => write_flux2(folder, false, [5, 20, 24], [2560, 9728]),
+        "flux2-klein-9b" => write_flux2(folder, true, [8, 24, 32], [4096, 12_288]),
         "hunyuan-video" => write_hunyuan(folder),
         "framepack" => write_framepack(folder),
         "wan2.1-t2v-1.3b" => {

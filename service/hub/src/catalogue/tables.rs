@@ -89,6 +89,7 @@ fn cell(model: &Model, room: &Room) -> String {
 fn cards() -> String {
     let columns = [
         ("z-image-turbo", "pictures: Z-Image"),
+        ("flux2-klein-4b", "pictures, edits: FLUX.2 klein 4B"),
         ("flux-dev", "pictures: FLUX.1"),
         ("framepack", "film from a picture: FramePack"),
         ("hunyuan-video", "film from text: HunyuanVideo"),

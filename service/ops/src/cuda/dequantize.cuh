@@ -129,6 +129,34 @@ struct Fp8Rows : Fp8Value {
     __device__ static float scale(const Weight& w, unsigned row) { return f32_at(w.scales, row); }
 };
 
+// The upper half of a binary16.
+struct E5m2Value {
+    __device__ static float of(uint8_t code, float scale) {
+        return __half2float(__ushort_as_half(static_cast<unsigned short>(code << 8))) * scale;
+    }
+};
+struct E5m2None : E5m2Value {
+    __device__ static float scale(const Weight&, unsigned) { return 1.0f; }
+};
+struct E5m2Tensor : E5m2Value {
+    __device__ static float scale(const Weight& w, unsigned) { return f32_at(w.scales, 0); }
+};
+struct E5m2Rows : E5m2Value {
+    __device__ static float scale(const Weight& w, unsigned row) { return f32_at(w.scales, row); }
+};
+
+struct ScaledInt8Value {
+    __device__ static float of(uint8_t code, float scale) {
+        return static_cast<float>(static_cast<int8_t>(code)) * scale;
+    }
+};
+struct Int8Tensor : ScaledInt8Value {
+    __device__ static float scale(const Weight& w, unsigned) { return f32_at(w.scales, 0); }
+};
+struct Int8Rows : ScaledInt8Value {
+    __device__ static float scale(const Weight& w, unsigned row) { return f32_at(w.scales, row); }
+};
+
 // Eight nibbles, the high one first, of a block of 64 with one absolute maximum. Each lane has its own copy of the
 // table in shared memory, in its own bank.
 template <class Absmax>
@@ -165,6 +193,175 @@ struct NestedAbsmax {
         return value * f32_at(w.bytes, 16 + 256 + 1 + block / 256) + f32_at(w.bytes, 16 + 256);
     }
 };
+
+// Eight codes of four bits, by the widest load that their alignment allows.
+__device__ inline void load_nibbles(const uint8_t* from, uint8_t* to) {
+    if (reinterpret_cast<uintptr_t>(from) % 4 == 0) {
+        load<uint32_t>(from, to);
+    } else {
+        for (int i = 0; i < 4; i++) to[i] = from[i];
+    }
+}
+
+// A code of eight, the low nibble of a byte first.
+__device__ inline unsigned low_first(const uint8_t* codes, unsigned i) { return codes[i / 2] >> (i % 2 * 4) & 15; }
+
+// The place of a scale in the order of tensor cores: tiles of 128 rows by four blocks.
+__device__ inline size_t swizzled(unsigned row, unsigned block, unsigned blocks) {
+    const size_t tile = static_cast<size_t>(row / 128) * ((blocks + 3) / 4) + block / 4;
+    return tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4;
+}
+
+// 1 sign, 2 exponent (bias 1), 1 mantissa.
+__device__ inline float e2m1(unsigned code) {
+    const unsigned exponent = code >> 1 & 3, mantissa = code & 1;
+    const float size = exponent == 0 ? 0.5f * static_cast<float>(mantissa)
+                                     : (1.0f + 0.5f * static_cast<float>(mantissa)) *
+                                           static_cast<float>(1u << exponent) * 0.5f;
+    return code & 8 ? -size : size;
+}
+
+// Formats of which rows are whole units of eight: `Units::read(w, table, first, out)` gives eight elements of a row.
+template <class Units>
+struct ByUnit {
+    static constexpr unsigned TABLE = Units::TABLE;
+    __device__ static bool is_regular(const Weight&) { return true; }
+    __device__ static void read_regular(const Weight& w, const float* table, unsigned first, float* out) {
+        Units::read(w, table, first, out);
+    }
+    __device__ static void read(const Weight& w, const float* table, unsigned first, unsigned, float* out) {
+        Units::read(w, table, first, out);
+    }
+};
+
+struct Int4 {
+    static constexpr unsigned TABLE = 0;
+    __device__ static void read(const Weight& w, const float*, unsigned first, float* out) {
+        uint8_t codes[UNIT / 2];
+        load_nibbles(w.codes + first / 2, codes);
+        const float scale = f32_at(w.scales, first / w.columns);
+        for (unsigned i = 0; i < UNIT; i++) {
+            const int code = static_cast<int8_t>(low_first(codes, i) << 4) >> 4;
+            out[i] = static_cast<float>(code) * scale;
+        }
+    }
+};
+
+// The table of 16, a scale for each row, then one in e4m3 for each group of columns; the result is on the grid of int8.
+struct W4A8 {
+    static constexpr unsigned TABLE = 16;
+    __device__ static void read(const Weight& w, const float* table, unsigned first, float* out) {
+        uint8_t codes[UNIT / 2];
+        load_nibbles(w.codes + first / 2, codes);
+        const unsigned rows = w.numbers / w.columns;
+        const uint8_t* groups = w.scales + 4 * static_cast<size_t>(rows);
+        const unsigned group = w.numbers / static_cast<unsigned>(w.codes - groups);
+        const float in_group = e4m3(groups[first / group]), in_row = f32_at(w.scales, first / w.columns);
+        for (unsigned i = 0; i < UNIT; i++) {
+            const float scaled = table[low_first(codes, i) * LANES] * in_group;
+            const float on_grid = isnan(scaled) ? scaled : fminf(fmaxf(rintf(scaled), -127.0f), 127.0f);
+            out[i] = on_grid * in_row;
+        }
+    }
+};
+
+// A scale for each block of 128 rows and columns; the last blocks are cut, and eight codes may reach over a block's end.
+struct BlockFp8 {
+    static constexpr unsigned TABLE = 0;
+    __device__ static bool is_regular(const Weight&) { return false; }
+    __device__ static void read_regular(const Weight&, const float*, unsigned, float*) {}
+    __device__ static void read(const Weight& w, const float*, unsigned first, unsigned count, float* out) {
+        const unsigned across = (w.columns + 127) / 128;
+        for (unsigned i = 0; i < UNIT && i < count; i++) {
+            const unsigned row = (first + i) / w.columns, column = (first + i) % w.columns;
+            out[i] = e4m3(w.codes[first + i]) * f32_at(w.scales, row / 128 * across + column / 128);
+        }
+    }
+};
+
+// The scale of the tensor and padding, a scale in e4m3 for each 16 columns, then codes.
+template <bool FOR_TENSOR_CORES>
+struct Nvfp4 {
+    static constexpr unsigned TABLE = 0;
+    __device__ static void read(const Weight& w, const float*, unsigned first, float* out) {
+        uint8_t codes[UNIT / 2];
+        load_nibbles(w.codes + first / 2, codes);
+        const unsigned row = first / w.columns, block = first % w.columns / 16, blocks = w.columns / 16;
+        const size_t place =
+            FOR_TENSOR_CORES ? swizzled(row, block, blocks) : static_cast<size_t>(row) * blocks + block;
+        const float scale = e4m3(w.bytes[16 + place]) * f32_at(w.bytes, 0);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = e2m1(low_first(codes, FOR_TENSOR_CORES ? i ^ 1 : i)) * scale;
+    }
+};
+
+// A power of two for each 32 columns, then codes.
+struct Mxfp8 {
+    static constexpr unsigned TABLE = 0;
+    __device__ static void read(const Weight& w, const float*, unsigned first, float* out) {
+        uint8_t codes[UNIT];
+        load8(w.codes + first, codes);
+        const unsigned row = first / w.columns, block = first % w.columns / 32;
+        const unsigned exponent = w.bytes[swizzled(row, block, w.columns / 32)];
+        const float scale = __uint_as_float(exponent << 23);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = e4m3(codes[i]) * scale;
+    }
+};
+
+// Sum of four numbers less twice the one opposite: a row of the Hadamard matrix of four. Lanes `apart` and `2 apart` apart hold
+// the others.
+__device__ inline float turned(float x, unsigned apart, unsigned lanes) {
+    const float pair = x + __shfl_xor_sync(lanes, x, apart);
+    const float sum = pair + __shfl_xor_sync(lanes, pair, 2 * apart);
+    return sum - 2.0f * __shfl_xor_sync(lanes, x, 3 * apart);
+}
+
+// Groups of columns that were multiplied by a Hadamard matrix over its square root are multiplied by it again. A group is in
+// GROUP / 8 neighbouring lanes, all of which read or none: numbers are whole groups. The order is that of `rotated.rs`.
+template <class Format, unsigned GROUP>
+struct Rotated {
+    static constexpr unsigned TABLE = Format::TABLE;
+    __device__ static bool is_regular(const Weight&) { return true; }
+    __device__ static void read_regular(const Weight& w, const float* table, unsigned first, float* out) {
+        Format::read(w, table, first, UNIT, out);
+        constexpr unsigned COUNT = GROUP / UNIT;
+        const unsigned lane = threadIdx.x % LANES;
+        const unsigned lanes = COUNT == LANES ? 0xFFFFFFFFu : ((1u << COUNT % LANES) - 1) << (lane / COUNT * COUNT);
+        for (unsigned i = 0; i < UNIT; i += 4) {
+            const float a = out[i], b = out[i + 1], c = out[i + 2], d = out[i + 3];
+            const float sum = (a + b) + (c + d);
+            out[i] = sum - 2.0f * d;
+            out[i + 1] = sum - 2.0f * c;
+            out[i + 2] = sum - 2.0f * b;
+            out[i + 3] = sum - 2.0f * a;
+        }
+        // The second factor: half of it is in the next lane.
+        for (unsigned i = 0; i < 4; i++) {
+            const float a = out[i], b = out[i + 4], pair = a + b;
+            const float sum = pair + __shfl_xor_sync(lanes, pair, 1);
+            const float opposite = __shfl_xor_sync(lanes, b, 1);
+            out[i + 4] = sum - 2.0f * __shfl_xor_sync(lanes, a, 1);
+            out[i] = sum - 2.0f * opposite;
+        }
+        if constexpr (GROUP >= 64) {
+            for (unsigned i = 0; i < UNIT; i++) out[i] = turned(out[i], 2, lanes);
+        }
+        if constexpr (GROUP >= 256) {
+            for (unsigned i = 0; i < UNIT; i++) out[i] = turned(out[i], 8, lanes);
+        }
+        constexpr float FACTOR = GROUP == 16 ? 0.25f : GROUP == 64 ? 0.125f : 0.0625f;
+        for (unsigned i = 0; i < UNIT; i++) out[i] *= FACTOR;
+    }
+    __device__ static void read(const Weight& w, const float* table, unsigned first, unsigned, float* out) {
+        read_regular(w, table, first, out);
+    }
+};
+
+template <class Format>
+using RotatedBy16 = Rotated<Format, 16>;
+template <class Format>
+using RotatedBy64 = Rotated<Format, 64>;
+template <class Format>
+using RotatedBy256 = Rotated<Format, 256>;
 
 // Blocks of llama.cpp: `Block::read(block, j, out)` gives elements j to j + 8 of a block.
 template <class Block>
@@ -318,6 +515,32 @@ struct Q6_K {
             const int code = (lows[i] >> low_shift & 15) | (highs[i] >> high_shift & 3) << 4;
             out[i] = scale * static_cast<float>(code - 32);
         }
+    }
+};
+
+// The values of four bits of IQ4_NL and IQ4_XS.
+__device__ const int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+struct IQ4_NL {
+    static constexpr unsigned NUMBERS = 32, BYTES = 18;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        uint8_t codes[UNIT];
+        load8(b + 2 + j % 16, codes);
+        const float d = f16_at(b);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = d * static_cast<float>(IQ4[codes[i] >> (j / 16 * 4) & 15]);
+    }
+};
+
+struct IQ4_XS {
+    static constexpr unsigned NUMBERS = 256, BYTES = 136;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        uint8_t codes[UNIT];
+        const unsigned group = j / 32;
+        load8(b + 8 + group * 16 + j % 16, codes);
+        const unsigned upper = b[2] | b[3] << 8;
+        const int low = b[4 + group / 2] >> (group % 2 * 4) & 15, high = upper >> (2 * group) & 3;
+        const float scale = f16_at(b) * static_cast<float>((low | high << 4) - 32);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = scale * static_cast<float>(IQ4[codes[i] >> (j % 32 / 16 * 4) & 15]);
     }
 };
 

@@ -30,7 +30,31 @@
     EACH(q3_k, ByBlock<moored::Q3_K>)                  \
     EACH(q4_k, ByBlock<moored::Q4_K>)                  \
     EACH(q5_k, ByBlock<moored::Q5_K>)                  \
-    EACH(q6_k, ByBlock<moored::Q6_K>)
+    EACH(q6_k, ByBlock<moored::Q6_K>)                  \
+    EACH(iq4_nl, ByBlock<moored::IQ4_NL>)              \
+    EACH(iq4_xs, ByBlock<moored::IQ4_XS>)              \
+    EACH(e5m2_none, ByRow<moored::E5m2None>)           \
+    EACH(e5m2_tensor, ByRow<moored::E5m2Tensor>)       \
+    EACH(e5m2_rows, ByRow<moored::E5m2Rows>)           \
+    EACH(fp8_blocks, BlockFp8)                         \
+    EACH(int8_tensor, ByRow<moored::Int8Tensor>)       \
+    EACH(int8_rows, ByRow<moored::Int8Rows>)           \
+    EACH(int4, ByUnit<moored::Int4>)                   \
+    EACH(w4a8, ByUnit<moored::W4A8>)                   \
+    EACH(nvfp4, ByUnit<moored::Nvfp4<true>>)           \
+    EACH(nvfp4_rows, ByUnit<moored::Nvfp4<false>>)     \
+    EACH(mxfp8, ByUnit<moored::Mxfp8>)
+
+// Formats whose groups of columns are turned back, by the size of the groups. They are not multiplied in fp8.
+#define ROTATED_BY(format, group, ...) DEQUANTIZE(format##_by_##group, RotatedBy##group<moored::__VA_ARGS__>)
+#define ROTATED(format, ...)             \
+    ROTATED_BY(format, 16, __VA_ARGS__)  \
+    ROTATED_BY(format, 64, __VA_ARGS__)  \
+    ROTATED_BY(format, 256, __VA_ARGS__)
+ROTATED(int8_tensor, ByRow<moored::Int8Tensor>)
+ROTATED(int8_rows, ByRow<moored::Int8Rows>)
+ROTATED(int4, ByUnit<moored::Int4>)
+ROTATED(w4a8, ByUnit<moored::W4A8>)
 
 DEQUANTIZE(fp8_none, ByRow<moored::Fp8None>)
 DEQUANTIZE(fp8_tensor, ByRow<moored::Fp8Tensor>)

@@ -28,7 +28,10 @@ use cudarc::driver::{
     PushKernelArg as _,
 };
 use cudarc::nvrtc::Ptx;
-use gpu::{Fp8Scales, GgufType, QuantizedWeight, Timeline, WeightFormat, WeightPart, rows_and_columns};
+use gpu::{
+    Fp8Scales, GgufType, Int8Scales, Nvfp4Order, QuantizedWeight, Rotation, Timeline, WeightFormat,
+    WeightPart, rows_and_columns,
+};
 use half::{bf16, f16};
 
 use crate::cudnn::{self, OfCard};
@@ -340,8 +343,39 @@ fn kernel_of(format: WeightFormat) -> &'static str {
         WeightFormat::Fp8(Fp8Scales::None) => "fp8_none",
         WeightFormat::Fp8(Fp8Scales::Tensor) => "fp8_tensor",
         WeightFormat::Fp8(Fp8Scales::Rows) => "fp8_rows",
-        WeightFormat::Nf4 => "nf4",
-        WeightFormat::Nf4Double => "nf4_double",
+        WeightFormat::Nf4 | WeightFormat::Fp4 => "nf4",
+        WeightFormat::Nf4Double | WeightFormat::Fp4Double => "nf4_double",
+        WeightFormat::E5M2(Fp8Scales::None) => "e5m2_none",
+        WeightFormat::E5M2(Fp8Scales::Tensor) => "e5m2_tensor",
+        WeightFormat::E5M2(Fp8Scales::Rows) => "e5m2_rows",
+        WeightFormat::BlockFp8 => "fp8_blocks",
+        WeightFormat::Mxfp8 => "mxfp8",
+        WeightFormat::Nvfp4(Nvfp4Order::TensorCores) => "nvfp4",
+        WeightFormat::Nvfp4(Nvfp4Order::Rows) => "nvfp4_rows",
+        WeightFormat::Int8Scaled(Int8Scales::Tensor, rotation) => match rotation {
+            Rotation::None => "int8_tensor",
+            Rotation::By16 => "int8_tensor_by_16",
+            Rotation::By64 => "int8_tensor_by_64",
+            Rotation::By256 => "int8_tensor_by_256",
+        },
+        WeightFormat::Int8Scaled(Int8Scales::Rows, rotation) => match rotation {
+            Rotation::None => "int8_rows",
+            Rotation::By16 => "int8_rows_by_16",
+            Rotation::By64 => "int8_rows_by_64",
+            Rotation::By256 => "int8_rows_by_256",
+        },
+        WeightFormat::Int4(rotation) => match rotation {
+            Rotation::None => "int4",
+            Rotation::By16 => "int4_by_16",
+            Rotation::By64 => "int4_by_64",
+            Rotation::By256 => "int4_by_256",
+        },
+        WeightFormat::W4A8 { rotation, .. } => match rotation {
+            Rotation::None => "w4a8",
+            Rotation::By16 => "w4a8_by_16",
+            Rotation::By64 => "w4a8_by_64",
+            Rotation::By256 => "w4a8_by_256",
+        },
         WeightFormat::Gguf(kind) => match kind {
             GgufType::Q4_0 => "q4_0",
             GgufType::Q4_1 => "q4_1",
@@ -353,6 +387,8 @@ fn kernel_of(format: WeightFormat) -> &'static str {
             GgufType::Q4K => "q4_k",
             GgufType::Q5K => "q5_k",
             GgufType::Q6K => "q6_k",
+            GgufType::IQ4NL => "iq4_nl",
+            GgufType::IQ4XS => "iq4_xs",
         },
     }
 }

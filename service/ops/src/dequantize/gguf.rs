@@ -27,6 +27,8 @@ impl<'a> Blocks<'a> {
             GgufType::Q4K => q4_k,
             GgufType::Q5K => q5_k,
             GgufType::Q6K => q6_k,
+            GgufType::IQ4NL => iq4_nl,
+            GgufType::IQ4XS => iq4_xs,
         };
         Blocks {
             numbers,
@@ -186,6 +188,38 @@ fn q6_k(block: &[u8], out: &mut [f32]) {
         for ((out, &low), &high) in out.iter_mut().zip(low).zip(high) {
             let code = low >> low_shift & 15 | (high >> high_shift & 3) << 4;
             *out = scale * (i32::from(code) - 32) as f32;
+        }
+    }
+}
+
+/// The values of a code of [`iq4_nl`] and [`iq4_xs`]: denser around zero.
+pub(super) const IQ4: [f32; 16] = [
+    -127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0,
+];
+
+/// Scale, then nibbles as in [`q4_0`] that index a table.
+fn iq4_nl(block: &[u8], out: &mut [f32]) {
+    let d = half_at(block, 0);
+    let (low, high) = out.split_at_mut(16);
+    for ((low, high), &code) in low.iter_mut().zip(high).zip(&block[2..18]) {
+        *low = d * IQ4[usize::from(code & 15)];
+        *high = d * IQ4[usize::from(code >> 4)];
+    }
+}
+
+/// Eight groups of 32 numbers as in [`iq4_nl`], each with a scale of 6 bits less 32: the upper two bits of all first, then the
+/// lower four.
+fn iq4_xs(block: &[u8], out: &mut [f32]) {
+    let d = half_at(block, 0);
+    let upper = u16::from_le_bytes([block[2], block[3]]);
+    for (group, out) in out.chunks_exact_mut(32).enumerate() {
+        let low = block[4 + group / 2] >> (group % 2 * 4) & 15;
+        let high = (upper >> (2 * group) & 3) as u8;
+        let scale = d * f32::from((low | high << 4) as i8 - 32);
+        let (first, second) = out.split_at_mut(16);
+        for ((low, high), &code) in first.iter_mut().zip(second).zip(&block[8 + 16 * group..]) {
+            *low = scale * IQ4[usize::from(code & 15)];
+            *high = scale * IQ4[usize::from(code >> 4)];
         }
     }
 }

@@ -4,12 +4,14 @@
 //! library, and rounded once more to the requested dtype. The CPU loops use all cores; the CUDA kernels
 //! (`cuda/dequantize.cuh`) give identical bits.
 
+mod blocks;
 mod gguf;
 mod nf4;
+mod rotated;
 mod rows;
 
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor};
-use gpu::{QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
+use gpu::{Fp8Scales, Int8Scales, QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
 use half::slice::HalfFloatSliceExt as _;
 use half::vec::HalfBitsVecExt as _;
 use half::{bf16, f16};
@@ -31,8 +33,8 @@ trait ReadCodes: Sync {
 /// Dequantizes a weight to `dtype` (f32, f16 or bf16), in its shape, on its device. On a card the work is enqueued on
 /// the device's stream, without synchronization.
 ///
-/// In f32 the result is bit-identical to `bitsandbytes` (int8, nf4), to the `gguf` Python package, and to the product
-/// of code and scale (fp8). The payload of NaN depends on the device.
+/// In f32 the result is bit-identical to `bitsandbytes` (int8, nf4, fp4), to the `gguf` Python package, and to the product
+/// of code and scale (the others). Rotated rows are turned back: sums in f32. The payload of NaN depends on the device.
 ///
 /// # Errors
 /// When the byte count does not match format and shape, blocks do not fit the rows, or for another dtype; errors of
@@ -114,14 +116,56 @@ fn on_cpu(weight: &QuantizedWeight, numbers: usize, dtype: DType) -> Result<Tens
         )),
         WeightFormat::Fp8(scales) => {
             let (scale, codes) = (part(WeightPart::Scales), part(WeightPart::Codes));
-            Box::new(rows::Fp8::new(scales, scale, codes, columns))
+            Box::new(rows::Fp8::new(rows::e4m3, scales, scale, codes, columns))
         }
-        WeightFormat::Nf4 => Box::new(nf4::Nf4::new(
+        WeightFormat::E5M2(scales) => {
+            let (scale, codes) = (part(WeightPart::Scales), part(WeightPart::Codes));
+            Box::new(rows::Fp8::new(rows::e5m2, scales, scale, codes, columns))
+        }
+        WeightFormat::Int8Scaled(scales, rotation) => {
+            let (scales, scale) = match scales {
+                Int8Scales::Rows => (Fp8Scales::Rows, part(WeightPart::Scales)),
+                Int8Scales::Tensor => (Fp8Scales::Tensor, part(WeightPart::Scales)),
+            };
+            let int8 = rows::Fp8::new(rows::int8, scales, scale, part(WeightPart::Codes), columns);
+            Box::new(rotated::Rotated::new(int8, rotation))
+        }
+        WeightFormat::Int4(rotation) => {
+            let int4 = blocks::Int4::new(part(WeightPart::Scales), part(WeightPart::Codes), columns);
+            Box::new(rotated::Rotated::new(int4, rotation))
+        }
+        WeightFormat::W4A8 { group, rotation } => {
+            let w4a8 = blocks::W4A8::new(
+                part(WeightPart::Table),
+                (part(WeightPart::Scales), part(WeightPart::BlockScales)),
+                part(WeightPart::Codes),
+                (columns, usize::from(group)),
+            );
+            Box::new(rotated::Rotated::new(w4a8, rotation))
+        }
+        WeightFormat::BlockFp8 => Box::new(blocks::BlockFp8::new(
+            part(WeightPart::Scales),
+            part(WeightPart::Codes),
+            columns,
+        )),
+        WeightFormat::Nvfp4(order) => Box::new(blocks::Nvfp4::new(
+            order,
+            f32_at(part(WeightPart::Scales), 0),
+            part(WeightPart::BlockScales),
+            part(WeightPart::Codes),
+            columns,
+        )),
+        WeightFormat::Mxfp8 => Box::new(blocks::Mxfp8::new(
+            part(WeightPart::BlockScales),
+            part(WeightPart::Codes),
+            columns,
+        )),
+        WeightFormat::Nf4 | WeightFormat::Fp4 => Box::new(nf4::Nf4::new(
             part(WeightPart::Table),
             nf4::Absmax::Plain(part(WeightPart::Scales)),
             part(WeightPart::Codes),
         )),
-        WeightFormat::Nf4Double => Box::new(nf4::Nf4::new(
+        WeightFormat::Nf4Double | WeightFormat::Fp4Double => Box::new(nf4::Nf4::new(
             part(WeightPart::Table),
             nf4::Absmax::Nested {
                 table: part(WeightPart::NestedTable),

@@ -1,8 +1,8 @@
-//! Formats of one byte per element with a scale per row: int8 and fp8.
+//! Formats of one byte per element with a scale per row: int8, e4m3 and e5m2.
 
 use std::sync::LazyLock;
 
-use gpu::{Fp8Scales, INT8_STEP, e4m3_to_f32};
+use gpu::{Fp8Scales, INT8_STEP, e4m3_to_f32, e5m2_to_f32};
 
 use super::{ReadCodes, f32_at};
 
@@ -34,8 +34,31 @@ impl ReadCodes for Int8<'_> {
     }
 }
 
-/// `code * scale`.
+/// The values of all codes of a byte.
+type Values = [f32; 256];
+
+/// Values of E4M3.
+pub(super) fn e4m3() -> &'static Values {
+    static VALUES: LazyLock<Values> = LazyLock::new(|| std::array::from_fn(|code| e4m3_to_f32(code as u8)));
+    &VALUES
+}
+
+/// Values of E5M2.
+pub(super) fn e5m2() -> &'static Values {
+    static VALUES: LazyLock<Values> = LazyLock::new(|| std::array::from_fn(|code| e5m2_to_f32(code as u8)));
+    &VALUES
+}
+
+/// Values of signed bytes.
+pub(super) fn int8() -> &'static Values {
+    static VALUES: LazyLock<Values> =
+        LazyLock::new(|| std::array::from_fn(|code| f32::from(code as u8 as i8)));
+    &VALUES
+}
+
+/// `code * scale`, where a code is a byte.
 pub(super) struct Fp8<'a> {
+    values: &'static Values,
     /// A scale for each row, or empty for a single scale.
     scales: &'a [u8],
     scale: f32,
@@ -44,13 +67,20 @@ pub(super) struct Fp8<'a> {
 }
 
 impl<'a> Fp8<'a> {
-    pub(super) fn new(which: Fp8Scales, scales: &'a [u8], codes: &'a [u8], columns: usize) -> Fp8<'a> {
+    pub(super) fn new(
+        values: fn() -> &'static Values,
+        which: Fp8Scales,
+        scales: &'a [u8],
+        codes: &'a [u8],
+        columns: usize,
+    ) -> Fp8<'a> {
         let (scales, scale) = match which {
             Fp8Scales::Rows => (scales, 1.0),
             Fp8Scales::Tensor => (&[][..], f32_at(scales, 0)),
             Fp8Scales::None => (&[][..], 1.0),
         };
         Fp8 {
+            values: values(),
             scales,
             scale,
             codes,
@@ -61,9 +91,7 @@ impl<'a> Fp8<'a> {
 
 impl ReadCodes for Fp8<'_> {
     fn read(&self, first: usize, out: &mut [f32]) {
-        static VALUES: LazyLock<[f32; 256]> =
-            LazyLock::new(|| std::array::from_fn(|code| e4m3_to_f32(code as u8)));
-        let values = &*VALUES;
+        let values = self.values;
         by_row(self.codes, self.columns, first, out, |row, codes, out| {
             let scale = if self.scales.is_empty() {
                 self.scale

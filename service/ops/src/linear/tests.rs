@@ -1,7 +1,7 @@
 //! Linear layers against reference implementations in f64.
 
 use candle_core::{Device, Result};
-use gpu::Fp8Scales;
+use gpu::{Fp8Scales, Rotation, WeightPart};
 
 use super::*;
 use crate::testing::{BF16_OPERATION, assert_close, formats, here, quantized, random, random_bytes};
@@ -32,12 +32,27 @@ fn defined(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor>
     Tensor::from_vec(out, (x.len(), weight.len()), &Device::Cpu)
 }
 
-/// Bytes of a weight with elements of about 1: fp8 codes without NaN.
+/// Bytes of a weight with elements of about 1: codes and scales in fp8 without NaN, and powers of two of about 1.
 fn moderate_bytes(format: WeightFormat, rows: usize, columns: usize, seed: u64) -> Vec<u8> {
     let mut bytes = random_bytes(format, rows, columns, seed);
-    if let (WeightFormat::Fp8(_), Some((_, codes))) = (format, format.layout(rows, columns).last()) {
-        for code in &mut bytes[codes.clone()] {
-            *code &= 0xBF;
+    let has_codes_in_fp8 = matches!(
+        format,
+        WeightFormat::Fp8(_) | WeightFormat::E5M2(_) | WeightFormat::BlockFp8 | WeightFormat::Mxfp8
+    );
+    // The values of these codes are up to 127, and their scales a factor of 32 more.
+    if let WeightFormat::Gguf(kind @ (GgufType::IQ4NL | GgufType::IQ4XS)) = format {
+        for block in bytes.chunks_exact_mut(kind.block().1) {
+            block[1] &= 0x8F;
+        }
+    }
+    for (part, range) in format.layout(rows, columns) {
+        for byte in &mut bytes[range] {
+            match part {
+                WeightPart::Codes if has_codes_in_fp8 => *byte &= 0xBF,
+                WeightPart::BlockScales if format == WeightFormat::Mxfp8 => *byte = 124 + (*byte & 3),
+                WeightPart::BlockScales => *byte &= 0x3F,
+                _ => {}
+            }
         }
     }
     bytes
@@ -397,16 +412,20 @@ fn low_rank_terms_that_do_not_fit_are_refused() -> Result<()> {
 
 #[test]
 fn formats_of_four_bits_or_fewer_are_multiplied_in_fp8_by_default() {
-    use GgufType::{Q2K, Q3K, Q4_0, Q4_1, Q4K};
-    let coarse = [Q2K, Q3K, Q4_0, Q4_1, Q4K].map(WeightFormat::Gguf);
+    use GgufType::{IQ4NL, IQ4XS, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+    let coarse = [Q2K, Q3K, Q4_0, Q4_1, Q4K, IQ4NL, IQ4XS].map(WeightFormat::Gguf);
+    let fine = [Q5_0, Q5_1, Q5K, Q6K, Q8_0].map(WeightFormat::Gguf);
     for format in formats() {
-        let is_coarse = coarse.contains(&format)
-            || matches!(
-                format,
-                WeightFormat::Fp8(_) | WeightFormat::Nf4 | WeightFormat::Nf4Double
-            );
-        assert_eq!(Fp8Products::default().takes(format), is_coarse, "{format}");
-        assert!(Fp8Products::Always.takes(format), "{format}");
+        let is_rotated = format.rotation() != Rotation::None;
+        let is_fine =
+            fine.contains(&format) || matches!(format, WeightFormat::Int8 | WeightFormat::Int8Scaled(..));
+        assert!(!coarse.contains(&format) || !is_fine);
+        assert_eq!(
+            Fp8Products::default().takes(format),
+            !is_fine && !is_rotated,
+            "{format}"
+        );
+        assert_eq!(Fp8Products::Always.takes(format), !is_rotated, "{format}");
         assert!(!Fp8Products::Never.takes(format), "{format}");
     }
 }

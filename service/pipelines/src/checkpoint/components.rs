@@ -199,7 +199,9 @@ fn source(stored: &StoredTensor, spec: &TensorSpec, wanted: Requested) -> Result
         return Err(damaged(&file, problem));
     }
     let (as_stored, target) = match stored.held {
-        StoredAs::Plain(numbers) if numbers.is_float() || numbers == Stored::F8E4M3 => {
+        StoredAs::Plain(numbers)
+            if numbers.is_float() || matches!(numbers, Stored::F8E4M3 | Stored::F8E5M2) =>
+        {
             let target = match (role, wanted.format) {
                 (QuantizeRole::Quantized, Some(format)) => Target::Quantized(format),
                 _ => Target::Full(wanted.dtype),

@@ -15,6 +15,8 @@ pub(crate) fn number_of(stored: Stored, bytes: &[u8]) -> Option<f64> {
         Stored::I8 => f64::from(*bytes.first()? as i8),
         Stored::U8 => f64::from(*bytes.first()?),
         Stored::F8E4M3 => f64::from(gpu::e4m3_to_f32(*bytes.first()?)),
+        Stored::F8E5M2 => f64::from(gpu::e5m2_to_f32(*bytes.first()?)),
+        Stored::F8E8M0 => f64::from(gpu::e8m0_to_f32(*bytes.first()?)),
         Stored::Gguf(_) => return None,
     })
 }

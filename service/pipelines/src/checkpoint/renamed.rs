@@ -213,6 +213,16 @@ fn flux_gives_the_same_under_every_name() {
 }
 
 #[test]
+fn flux2_gives_the_same_under_every_name() {
+    let root = pipeline(&[("flux2-tiny", "")]);
+    let base = root.path().join("base");
+    let config = crate::files::read_json(&base.join("transformer/config.json")).unwrap();
+    let (names, specs) = crate::flux2::names_and_layout(&config);
+    assert_checkpoints(root.path(), names, &specs);
+    assert_adapters(&base, names, &specs);
+}
+
+#[test]
 fn hunyuan_video_gives_the_same_under_every_name() {
     let root = pipeline(&[
         ("hunyuan-tiny", ""),

@@ -7,12 +7,16 @@
 //! | bitsandbytes int8 | `X.weight` (I8), `X.SCB` |
 //! | ComfyUI fp8 | `X.weight` (F8_E4M3), and `X.weight_scale` or `X.scale_weight` (F32, `[]`, `[1]`) unless it is unscaled |
 //! | fp8 of Black Forest Labs | the same with a scale for each row (F32, `[rows]`, `[rows, 1]`) |
+//! | fp8 in blocks | `X.weight` (F8_E4M3), and `X.weight_scale_inv` (F32) for each 128 rows and columns |
+//! | ComfyUI's others | `X.comfy_quant` or the header says which (`comfy`): e5m2, int8 (rotated too), int4, w4a8, mxfp8, nvfp4 |
+//! | nvfp4 of ModelOpt | `X.weight` (U8, two codes a byte), `X.weight_scale` (F8_E4M3), `X.weight_scale_2` (F32) |
 //! | GGUF | `X.weight` in blocks |
 //!
 //! Shapes and types of all parts are validated by headers. Values are not examined: scales that are not finite are
 //! accepted, and the stage that computes with them fails (`StageError::NotFinite`). Few values are read here: the offset of
 //! doubly quantized scales, which must be finite, and some codes of fp8 without scales (`scales_beside`).
 
+mod comfy;
 mod files;
 mod parts;
 mod scales_beside;
@@ -23,13 +27,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use gpu::{
-    ByteRange, CheckpointFile, Fp8Scales, NF4_BLOCK, NF4_NESTED_BLOCK, SourcePiece, Stored, TensorEntry,
-    WeightFormat, WeightPart, rows_and_columns,
+    ByteRange, CheckpointFile, FP8_BLOCK, Fp8Scales, Int8Scales, MXFP8_BLOCK, NF4_BLOCK, NF4_NESTED_BLOCK,
+    NVFP4_BLOCK, Nvfp4Order, SourcePiece, Stored, TensorEntry, WeightFormat, WeightPart, rows_and_columns,
 };
 use serde::Deserialize;
 
+use comfy::{COMFY_QUANT, ComfyLayer, layers_of_header};
 use files::{WeightFiles, no_weights};
-use unread::{check_configuration, check_metadata};
+use parts::Float8;
+use unread::check_configuration;
 
 use super::components::open;
 use super::spec::Rows;
@@ -38,27 +44,49 @@ use crate::{ModelError, ModelFile};
 
 pub(crate) use unread::{SUPPORTED, foreign, quantized_by};
 
+/// Suffixes of the states of bitsandbytes' formats of four bits.
 const NF4_STATE: &str = ".quant_state.bitsandbytes__nf4";
+const FP4_STATE: &str = ".quant_state.bitsandbytes__fp4";
 
 /// Suffixes of tensors that belong to a weight `X.weight`.
-const BEHIND_WEIGHT: [&str; 5] = [
+const BEHIND_WEIGHT: [&str; 6] = [
     ".absmax",
     ".quant_map",
     ".nested_absmax",
     ".nested_quant_map",
     NF4_STATE,
+    FP4_STATE,
 ];
 /// Suffixes of tensors that belong to a layer `X`: scales, and quantization metadata. Scales of activations are not
 /// used: activations are not quantized, or by their own maxima.
-const BEHIND_LAYER: [&str; 7] = [
+const BEHIND_LAYER: [&str; 14] = [
     ".SCB",
     ".weight_format",
     ".weight_scale",
     ".scale_weight",
     ".input_scale",
     ".scale_input",
-    ".comfy_quant",
+    COMFY_QUANT,
+    PARTS_OF_FORMATS[0],
+    PARTS_OF_FORMATS[1],
+    PARTS_OF_FORMATS[2],
+    PARTS_OF_FORMATS[3],
+    PARTS_OF_FORMATS[4],
+    PARTS_OF_FORMATS[5],
+    PARTS_OF_FORMATS[6],
 ];
+/// Suffixes of tensors that weights of some formats have, and without which those of others would be wrong.
+const PARTS_OF_FORMATS: [&str; 7] = [
+    ".weight_scale_2",
+    ".weight_scale_inv",
+    ".weight_s_rel",
+    ".weight_s_channel",
+    ".weight_codebook",
+    ".weight_correction",
+    ".pre_quant_scale",
+];
+/// Suffix of a tensor that says how ComfyUI computes attention, which is not read.
+const ATTENTION: &str = ".comfy_attention.config";
 /// Suffixes of scales.
 const SCALES: [&str; 2] = [".weight_scale", ".scale_weight"];
 /// Name of the tensor with which ComfyUI marks files of scaled fp8.
@@ -136,10 +164,13 @@ impl StoredTensor {
 
     /// Reinterprets fp8 as codes without scales.
     pub(crate) fn into_unscaled_fp8(mut self) -> StoredTensor {
-        if matches!(self.held, StoredAs::Plain(Stored::F8E4M3)) {
-            self.held = StoredAs::Quantized(WeightFormat::Fp8(Fp8Scales::None));
-            self.parts.insert(0, SourcePiece::Inline(Arc::from([])));
-        }
+        let unscaled = match self.held {
+            StoredAs::Plain(Stored::F8E4M3) => WeightFormat::Fp8(Fp8Scales::None),
+            StoredAs::Plain(Stored::F8E5M2) => WeightFormat::E5M2(Fp8Scales::None),
+            _ => return self,
+        };
+        self.held = StoredAs::Quantized(unscaled);
+        self.parts.insert(0, SourcePiece::Inline(Arc::from([])));
         self
     }
 
@@ -203,16 +234,28 @@ impl StoredTensor {
 
 /// Elements per entry of a part, and the entry's bytes; `None` for parts shared by the whole weight.
 fn unit(format: WeightFormat, part: WeightPart, columns: usize) -> Option<(usize, usize)> {
+    use WeightFormat as F;
+    // Scales in the order of tensor cores: tiles of 128 rows by four blocks.
+    let tiles = |block: usize| Some((128 * columns, (columns / block).div_ceil(4) * 512));
     match (format, part) {
         (_, WeightPart::Table | WeightPart::NestedTable | WeightPart::Offset | WeightPart::Padding) => None,
-        (WeightFormat::Fp8(Fp8Scales::None | Fp8Scales::Tensor), WeightPart::Scales) => None,
-        (WeightFormat::Nf4Double, WeightPart::Scales) => Some((NF4_BLOCK, 1)),
-        (WeightFormat::Nf4, WeightPart::Scales) => Some((NF4_BLOCK, 4)),
+        (F::Fp8(kind) | F::E5M2(kind), WeightPart::Scales) if kind != Fp8Scales::Rows => None,
+        (F::Int8Scaled(Int8Scales::Tensor, _) | F::Nvfp4(_), WeightPart::Scales) => None,
+        (F::Nf4Double | F::Fp4Double, WeightPart::Scales) => Some((NF4_BLOCK, 1)),
+        (F::Nf4 | F::Fp4, WeightPart::Scales) => Some((NF4_BLOCK, 4)),
+        (F::BlockFp8, WeightPart::Scales) => Some((FP8_BLOCK * columns, 4 * columns.div_ceil(FP8_BLOCK))),
         (_, WeightPart::Scales) => Some((columns, 4)),
         (_, WeightPart::NestedAbsmax) => Some((NF4_BLOCK * NF4_NESTED_BLOCK, 4)),
-        (WeightFormat::Nf4 | WeightFormat::Nf4Double, WeightPart::Codes) => Some((2, 1)),
-        (WeightFormat::Gguf(kind), WeightPart::Codes) => Some(kind.block()),
-        (WeightFormat::Int8 | WeightFormat::Fp8(_), WeightPart::Codes) => Some((1, 1)),
+        (F::Nvfp4(Nvfp4Order::TensorCores), WeightPart::BlockScales) => tiles(NVFP4_BLOCK),
+        (F::Nvfp4(Nvfp4Order::Rows), WeightPart::BlockScales) => Some((NVFP4_BLOCK, 1)),
+        (F::W4A8 { group, .. }, WeightPart::BlockScales) => Some((group.into(), 1)),
+        (_, WeightPart::BlockScales) => tiles(MXFP8_BLOCK),
+        (F::Gguf(kind), WeightPart::Codes) => Some(kind.block()),
+        (
+            F::Int8 | F::Fp8(_) | F::E5M2(_) | F::BlockFp8 | F::Int8Scaled(..) | F::Mxfp8,
+            WeightPart::Codes,
+        ) => Some((1, 1)),
+        (_, WeightPart::Codes) => Some((2, 1)),
     }
 }
 
@@ -221,6 +264,8 @@ pub(crate) struct Checkpoint {
     /// The file, or the index.
     place: PathBuf,
     tensors: BTreeMap<String, LocatedTensor>,
+    /// The layers of which ComfyUI's metadata say how they are quantized, by their names.
+    comfy: BTreeMap<String, ComfyLayer>,
     pub(crate) files: Vec<ModelFile>,
 }
 
@@ -234,7 +279,8 @@ impl Checkpoint {
         file: &CheckpointFile,
         rename: impl Fn(&str) -> Option<String>,
     ) -> Result<Checkpoint, ModelError> {
-        let tensors = file.tensors().filter_map(|(name, entry)| {
+        let read = file.tensors().filter(|(name, _)| !name.ends_with(ATTENTION));
+        let tensors = read.filter_map(|(name, entry)| {
             let place = LocatedTensor {
                 file: Arc::clone(file.path()),
                 entry: entry.clone(),
@@ -244,11 +290,11 @@ impl Checkpoint {
         let checkpoint = Checkpoint {
             place: file.path().to_path_buf(),
             tensors: tensors.collect(),
+            comfy: layers_of_header(file, &rename)?,
             files: vec![ModelFile::of(file)],
         };
-        check_metadata(file)?;
         checkpoint.check_foreign()?;
-        Ok(checkpoint)
+        checkpoint.with_layers_of_tensors()
     }
 
     /// The tensors that an index names.
@@ -259,7 +305,7 @@ impl Checkpoint {
         }
         let ShardIndex { weight_map } = read_json(index)?;
         let mut shards: BTreeMap<String, CheckpointFile> = BTreeMap::new();
-        let mut tensors = BTreeMap::new();
+        let (mut tensors, mut comfy) = (BTreeMap::new(), BTreeMap::new());
         for (name, shard) in weight_map {
             if Path::new(&shard).components().count() != 1 || shard.contains("..") {
                 return Err(damaged(index, format!("{shard:?} is no plain file name")));
@@ -274,7 +320,7 @@ impl Checkpoint {
                     return Err(incomplete(folder, problem));
                 }
                 let file = open(&path)?;
-                check_metadata(&file)?;
+                comfy.extend(layers_of_header(&file, &|name| Some(name.to_owned()))?);
                 shards.insert(shard.clone(), file);
             }
             let file = &shards[&shard];
@@ -288,10 +334,11 @@ impl Checkpoint {
         let checkpoint = Checkpoint {
             place: index.to_owned(),
             tensors,
+            comfy,
             files: shards.values().map(ModelFile::of).collect(),
         };
         checkpoint.check_foreign()?;
-        Ok(checkpoint)
+        checkpoint.with_layers_of_tensors()
     }
 
     /// The tensors of a component's folder, whose configuration may describe a quantization.
@@ -378,18 +425,44 @@ impl Checkpoint {
             .iter()
             .find_map(|behind| self.tensors.get(&format!("{layer}{behind}")));
         // Its bytes may have another declared type (`bnb_4bit_quant_storage`).
-        if self.has(&format!("{name}{NF4_STATE}")) {
-            return self.nf4(name, place);
+        for state in [NF4_STATE, FP4_STATE] {
+            if self.has(&format!("{name}{state}")) {
+                return self.four_bits(name, state, place);
+            }
+        }
+        if let Some(quantized) = self.comfy.get(layer) {
+            return self.comfy_layer(name, layer, place, quantized);
         }
         match place.entry.stored {
-            Stored::U8 => Err(unsupported(
+            Stored::U8 if self.has(&format!("{layer}.weight_scale_2")) => self.nvfp4(name, layer, place),
+            Stored::U8 | Stored::F8E8M0 => Err(unsupported(
                 &place.file,
                 format!("tensor {name} is quantized in a way that is not known here: {SUPPORTED}"),
             )),
             Stored::I8 => self.int8(name, layer, place),
+            Stored::F8E4M3 if self.has(&format!("{layer}.weight_scale_inv")) => {
+                let (rows, columns) = rows_and_columns(&place.entry.shape);
+                let scales = self.tensors.get(&format!("{layer}.weight_scale_inv"));
+                let blocks = [rows, columns].map(|side| side.div_ceil(FP8_BLOCK));
+                if let Some(scales) = scales.filter(|scales| scales.entry.shape != blocks) {
+                    let problem = format!(
+                        "tensor {layer}.weight_scale_inv is {:?} where {blocks:?} is expected, a scale for each {FP8_BLOCK} rows and \
+                         columns: {SUPPORTED}",
+                        scales.entry.shape
+                    );
+                    return Err(unsupported(&place.file, problem));
+                }
+                self.in_format(name, layer, place, [rows, columns], WeightFormat::BlockFp8)
+            }
+            Stored::F8E5M2 if scales.is_some() => self.fp8(name, place, Float8::E5M2, scales),
+            Stored::F8E5M2 => self
+                .check_parts(name, layer, place, WeightFormat::E5M2(Fp8Scales::None))
+                .map(|()| plain(name, place)),
             Stored::F8E4M3 => match (scales, self.unknown_part(layer)) {
-                (Some(scales), _) => self.fp8(name, place, scales),
-                (None, None) => Ok(plain(name, place)),
+                (Some(_), _) => self.fp8(name, place, Float8::E4M3, scales),
+                (None, None) => self
+                    .check_parts(name, layer, place, WeightFormat::Fp8(Fp8Scales::None))
+                    .map(|()| plain(name, place)),
                 (None, Some(unknown)) => Err(unsupported(
                     &place.file,
                     format!("tensor {name} is fp8 with {unknown}, which is not known here: {SUPPORTED}"),
@@ -412,6 +485,23 @@ impl Checkpoint {
                 }
             }
         }
+    }
+
+    /// A weight in nvfp4 without ComfyUI's metadata. Both layouts have the same shapes: Black Forest Labs' files, which have
+    /// their own names, are in ComfyUI's, others in ModelOpt's.
+    fn nvfp4(&self, name: &str, layer: &str, place: &LocatedTensor) -> Result<StoredTensor, ModelError> {
+        let order = match self.names().any(|name| name.contains("_attn.qkv.")) {
+            true => Nvfp4Order::TensorCores,
+            false => Nvfp4Order::Rows,
+        };
+        let (rows, columns) = rows_and_columns(&place.entry.shape);
+        self.in_format(
+            name,
+            layer,
+            place,
+            [rows, 2 * columns],
+            WeightFormat::Nvfp4(order),
+        )
     }
 
     /// A tensor of this layer that is neither weight, bias, nor a known part of the weight. It may contain scales
@@ -468,3 +558,6 @@ fn rename_with_parts(name: &str, rename: &impl Fn(&str) -> Option<String>) -> Op
         .or_else(|| BEHIND_LAYER.iter().find_map(of_layer))
         .or_else(|| rename(name))
 }
+
+#[cfg(test)]
+mod tests;

@@ -25,7 +25,7 @@ pub(crate) struct Case {
     pub(crate) file: Option<(&'static str, Write)>,
 }
 
-pub(crate) const CASES: [Case; 9] = [
+pub(crate) const CASES: [Case; 10] = [
     Case {
         name: "flux",
         folders: &[("flux-tiny", "")],
@@ -43,6 +43,19 @@ pub(crate) const CASES: [Case; 9] = [
             }))
         },
         quantized: "text_encoder_2",
+        file: None,
+    },
+    Case {
+        name: "flux2",
+        folders: &[("flux2-tiny", "")],
+        request: || Request {
+            guidance: 0.0,
+            ..of(Medium::Image(Image {
+                references: vec![picture(64, 9), picture(80, 5)],
+                ..Image::of(64, 64)
+            }))
+        },
+        quantized: "text_encoder",
         file: None,
     },
     Case {

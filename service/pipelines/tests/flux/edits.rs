@@ -4,7 +4,9 @@ use std::collections::HashMap;
 
 use candle_core::Tensor;
 use pipelines::flux::FluxModel;
-use pipelines::{HostTensor, Image, InitImage, Mask, Medium, Model, Request, Unobserved, Values, resized};
+use pipelines::{
+    HostTensor, Image, InitImage, Mask, Medium, Model, ReferenceFit, Request, Unobserved, Values, resized,
+};
 use serde::Deserialize;
 
 use crate::device::tolerances;
@@ -242,10 +244,10 @@ fn references_get_the_size_that_the_reference_prefers() {
     let opened = open(folder.path());
     for size in sizes.references.iter().filter(|size| size.preferred) {
         let (width, height) = size.reference;
-        let found = opened.model.reference_size(width, height);
-        assert_eq!(found.expect("a size"), Some(size.resized), "{width}x{height}");
+        let found = opened.model.reference_fit(width, height).expect("a size");
+        assert_eq!(found, ReferenceFit::scaled_to(size.resized), "{width}x{height}");
     }
-    assert!(opened.model.reference_size(8, 400).is_err());
+    assert!(opened.model.reference_fit(8, 400).is_err());
 }
 
 #[test]

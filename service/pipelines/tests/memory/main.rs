@@ -5,6 +5,7 @@
 
 mod ace_step;
 mod flux;
+mod flux2;
 mod hunyuan;
 mod ovi;
 #[path = "../processor_time/mod.rs"]

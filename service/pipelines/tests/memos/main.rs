@@ -64,6 +64,11 @@ fn other_requests(request: &Request) -> Vec<(String, Request)> {
                     *reference = picture(64, 11);
                 }
             });
+            add("order of references", &|r| {
+                if let Medium::Image(image) = &mut r.medium {
+                    image.references.reverse();
+                }
+            });
         }
         Medium::Video(_) => {
             add("length", &|r| {

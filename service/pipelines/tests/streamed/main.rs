@@ -129,6 +129,10 @@ fn encoders_of_text_are_streamed_too() {
         streamable_of("framepack", Preset::Full),
         ["transformer", "text_encoder"]
     );
+    assert_eq!(
+        streamable_of("flux2", Preset::Full),
+        ["transformer", "text_encoder"]
+    );
     assert_eq!(streamable_of("z-image", Preset::Full), ["transformer"]);
     assert_eq!(
         streamable_of("z-image", Preset::FourBit),

@@ -599,7 +599,7 @@ fn dtype(name: &str) -> Option<ElementType> {
         "int8" => ElementType::Read(Stored::I8),
         "int64" => ElementType::Read(Stored::I64),
         "float8_e4m3fn" => ElementType::Read(Stored::F8E4M3),
-        "float8_e5m2" => ElementType::Unread("float8_e5m2"),
+        "float8_e5m2" => ElementType::Read(Stored::F8E5M2),
         "float8_e4m3fnuz" => ElementType::Unread("float8_e4m3fnuz"),
         "float8_e5m2fnuz" => ElementType::Unread("float8_e5m2fnuz"),
         "float8_e8m0fnu" => ElementType::Unread("float8_e8m0fnu"),

@@ -41,6 +41,8 @@ pub struct VaeConfig {
     pub patch_size: Option<[usize; 2]>,
     /// Epsilon of the variances of those statistics.
     pub batch_norm_eps: f64,
+    /// Channels of the decoder where they differ from the encoder's; not supported.
+    pub decoder_block_out_channels: Option<Vec<usize>>,
 }
 
 /// Side of the patches of [`VaeConfig::patch_size`].
@@ -66,6 +68,7 @@ impl Default for VaeConfig {
             up_block_types: Vec::new(),
             patch_size: None,
             batch_norm_eps: 1e-4,
+            decoder_block_out_channels: None,
         }
     }
 }
@@ -150,6 +153,11 @@ impl VaeConfig {
             return Err(format!(
                 "{} resolutions; 1 to 8 are known",
                 self.block_out_channels.len()
+            ));
+        }
+        if let Some(channels) = &self.decoder_block_out_channels {
+            return Err(format!(
+                "decoder_block_out_channels {channels:?}: a decoder of other widths than the encoder is not known"
             ));
         }
         if self.patch_size.is_some_and(|patch| patch != [PATCH, PATCH]) {

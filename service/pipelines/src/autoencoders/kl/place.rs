@@ -72,12 +72,12 @@ impl Place {
         };
         let pairs = [
             (
-                "the VAE's channels of a latent",
+                "the VAE's latent channels",
                 config.transformer_channels(),
                 channels,
             ),
             (
-                "the VAE's pixels per cell of a latent",
+                "the VAE's pixels per latent cell",
                 config.transformer_factor(),
                 pixels_per_cell,
             ),

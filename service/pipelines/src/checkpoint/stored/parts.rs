@@ -9,7 +9,7 @@ use gpu::{
 };
 use serde::Deserialize;
 
-use super::{Checkpoint, LocatedTensor, NF4_STATE, SCALES, SUPPORTED, StoredAs, StoredTensor, plain};
+use super::{Checkpoint, LocatedTensor, PARTS_OF_FORMATS, SCALES, SUPPORTED, StoredAs, StoredTensor, plain};
 use crate::ModelError;
 use crate::checkpoint::number_of;
 use crate::files::{damaged, unsupported};
@@ -19,6 +19,28 @@ const MAX_STATE_BYTES: u64 = 64 << 10;
 
 fn zeros(bytes: usize) -> SourcePiece {
     SourcePiece::Inline(vec![0; bytes].into())
+}
+
+/// A float of eight bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Float8 {
+    E4M3,
+    E5M2,
+}
+
+impl Float8 {
+    fn with(self, scales: Fp8Scales) -> WeightFormat {
+        match self {
+            Float8::E4M3 => WeightFormat::Fp8(scales),
+            Float8::E5M2 => WeightFormat::E5M2(scales),
+        }
+    }
+}
+
+/// The values of four bits without a table: the codes less eight.
+fn less_eight() -> SourcePiece {
+    let table = (0..16u8).flat_map(|code| (f32::from(code) - 8.0).to_le_bytes());
+    SourcePiece::Inline(table.collect())
 }
 
 impl Checkpoint {
@@ -37,7 +59,13 @@ impl Checkpoint {
         Ok(place.piece())
     }
 
-    pub(super) fn nf4(&self, name: &str, place: &LocatedTensor) -> Result<StoredTensor, ModelError> {
+    /// A weight of bitsandbytes' in four bits, with its state in a tensor of this suffix.
+    pub(super) fn four_bits(
+        &self,
+        name: &str,
+        state: &str,
+        place: &LocatedTensor,
+    ) -> Result<StoredTensor, ModelError> {
         #[derive(Deserialize)]
         struct State {
             quant_type: String,
@@ -46,7 +74,7 @@ impl Checkpoint {
             nested_blocksize: Option<usize>,
             nested_offset: Option<f64>,
         }
-        let state_name = format!("{name}{NF4_STATE}");
+        let state_name = format!("{name}{state}");
         let State {
             quant_type,
             blocksize,
@@ -54,9 +82,14 @@ impl Checkpoint {
             nested_blocksize,
             nested_offset,
         } = self.state(&state_name)?;
-        if quant_type != "nf4" || blocksize != NF4_BLOCK {
+        let is_nf4 = quant_type == "nf4";
+        let is_named_so = state
+            .strip_suffix(quant_type.as_str())
+            .is_some_and(|rest| rest.ends_with("__"));
+        if !is_named_so || blocksize != NF4_BLOCK {
             let problem = format!(
-                "tensor {name} is {quant_type} in blocks of {blocksize}; nf4 in blocks of {NF4_BLOCK} is read"
+                "tensor {state_name} says {quant_type} in blocks of {blocksize}; what it is named after is read, nf4 or fp4, in blocks \
+                 of {NF4_BLOCK}"
             );
             return Err(unsupported(&place.file, problem));
         }
@@ -69,9 +102,11 @@ impl Checkpoint {
             return Err(damaged(&place.file, problem));
         }
         let (rows, columns) = rows_and_columns(&shape);
-        let format = match nested_offset {
-            None => WeightFormat::Nf4,
-            Some(_) => WeightFormat::Nf4Double,
+        let format = match (nested_offset, is_nf4) {
+            (None, true) => WeightFormat::Nf4,
+            (Some(_), true) => WeightFormat::Nf4Double,
+            (None, false) => WeightFormat::Fp4,
+            (Some(_), false) => WeightFormat::Fp4Double,
         };
         if let Some(offset) = nested_offset
             && !(offset as f32).is_finite()
@@ -96,10 +131,10 @@ impl Checkpoint {
                 WeightPart::Table => of(".quant_map", Stored::F32),
                 WeightPart::NestedTable => of(".nested_quant_map", Stored::F32),
                 WeightPart::NestedAbsmax => of(".nested_absmax", Stored::F32),
-                WeightPart::Scales if format == WeightFormat::Nf4Double => of(".absmax", Stored::U8),
+                WeightPart::Scales if nested_offset.is_some() => of(".absmax", Stored::U8),
                 WeightPart::Scales => of(".absmax", Stored::F32),
                 WeightPart::Codes => Ok(place.piece()),
-                WeightPart::Padding => Ok(zeros(range.len())),
+                WeightPart::Padding | WeightPart::BlockScales => Ok(zeros(range.len())),
                 WeightPart::Offset => {
                     let offset = nested_offset.unwrap_or_default() as f32;
                     Ok(SourcePiece::Inline(Arc::from(offset.to_le_bytes())))
@@ -134,6 +169,7 @@ impl Checkpoint {
                 format!("tensor {name} is stored in the order of a card of NVIDIA's; rows are read");
             return Err(unsupported(&place.file, problem));
         }
+        self.check_parts(name, layer, place, WeightFormat::Int8)?;
         Ok(StoredTensor {
             held: StoredAs::Quantized(WeightFormat::Int8),
             parts: vec![
@@ -144,13 +180,24 @@ impl Checkpoint {
         })
     }
 
+    /// A weight in floats of eight bits, unscaled or with these scales.
     pub(super) fn fp8(
         &self,
         name: &str,
         place: &LocatedTensor,
-        scales: &LocatedTensor,
+        kind: Float8,
+        scales: Option<&LocatedTensor>,
     ) -> Result<StoredTensor, ModelError> {
         let (rows, columns) = rows_and_columns(&place.entry.shape);
+        let layer = name.strip_suffix(".weight").unwrap_or(name);
+        self.check_parts(name, layer, place, kind.with(Fp8Scales::None))?;
+        let Some(scales) = scales else {
+            return Ok(StoredTensor {
+                held: StoredAs::Quantized(kind.with(Fp8Scales::None)),
+                parts: vec![zeros(0), place.piece()],
+                ..plain(name, place)
+            });
+        };
         // Scales per column, or per block of the matrix, may have the same count as rows: the shape is decisive.
         let held = match (scales.entry.stored, scales.entry.shape.as_slice()) {
             (stored, [] | [1] | [1, 1]) if stored.is_float() => Fp8Scales::Tensor,
@@ -170,7 +217,7 @@ impl Checkpoint {
                 SourcePiece::Inline(Arc::from(number.to_le_bytes()))
             }
         };
-        let format = WeightFormat::Fp8(held);
+        let format = kind.with(held);
         let parts = format
             .layout(rows, columns)
             .into_iter()
@@ -182,6 +229,106 @@ impl Checkpoint {
         Ok(StoredTensor {
             held: StoredAs::Quantized(format),
             parts: parts.collect(),
+            ..plain(name, place)
+        })
+    }
+
+    /// Refuses a layer with a part that its format does not have: the weight would be wrong without it.
+    pub(super) fn check_parts(
+        &self,
+        name: &str,
+        layer: &str,
+        place: &LocatedTensor,
+        format: WeightFormat,
+    ) -> Result<(), ModelError> {
+        let of_format: &[&str] = match format {
+            WeightFormat::Nvfp4(_) => &[".weight_scale_2"],
+            WeightFormat::W4A8 { .. } => &[".weight_s_rel", ".weight_s_channel", ".weight_codebook"],
+            WeightFormat::BlockFp8 => &[".weight_scale_inv"],
+            _ => &[],
+        };
+        let others = PARTS_OF_FORMATS.iter().filter(|part| !of_format.contains(part));
+        let mut found = others.map(|part| format!("{layer}{part}"));
+        match found.find(|part| self.has(part)) {
+            None => Ok(()),
+            Some(part) => {
+                let problem =
+                    format!("tensor {name} is {format} with {part}, which is not known here: {SUPPORTED}");
+                Err(unsupported(&place.file, problem))
+            }
+        }
+    }
+
+    /// A weight of a layer in a format whose parts all are tensors of the layer, with this shape.
+    pub(super) fn in_format(
+        &self,
+        name: &str,
+        layer: &str,
+        place: &LocatedTensor,
+        [rows, columns]: [usize; 2],
+        format: WeightFormat,
+    ) -> Result<StoredTensor, ModelError> {
+        self.check_parts(name, layer, place, format)?;
+        if !format.fits(columns) {
+            let problem = format!("tensor {name} is {format}, and its rows of {columns} are no whole blocks");
+            return Err(unsupported(&place.file, problem));
+        }
+        let bytes_of = |behind: &str, kinds: &[Stored], bytes: usize| {
+            let part = format!("{layer}{behind}");
+            let Some(found) = self.tensors.get(&part) else {
+                let problem = format!("tensor {part} is missing, and {name} cannot be read without it");
+                return Err(damaged(&self.place, problem));
+            };
+            let is_alike = kinds.contains(&found.entry.stored) && found.entry.range.length == bytes as u64;
+            if !is_alike {
+                let (stored, shape) = (found.entry.stored, &found.entry.shape);
+                let problem = format!(
+                    "tensor {part} is {stored:?} {shape:?} where {bytes} bytes of {kinds:?} are expected ({SUPPORTED})"
+                );
+                return Err(unsupported(&place.file, problem));
+            }
+            Ok(found.piece())
+        };
+        // Block scales are bytes, which some programs do not give the type that they have.
+        const E4M3: [Stored; 2] = [Stored::F8E4M3, Stored::U8];
+        const E8M0: [Stored; 2] = [Stored::F8E8M0, Stored::U8];
+        let part = |(part, range): (WeightPart, std::ops::Range<usize>)| match (format, part) {
+            (_, WeightPart::Codes) if range.len() as u64 == place.entry.range.length => Ok(place.piece()),
+            (_, WeightPart::Codes) => {
+                let problem = format!("tensor {name} has no {} bytes, of {format}", range.len());
+                Err(damaged(&place.file, problem))
+            }
+            (WeightFormat::W4A8 { .. }, WeightPart::Table) => {
+                match self.has(&format!("{layer}.weight_codebook")) {
+                    true => bytes_of(".weight_codebook", &[Stored::F32], range.len()),
+                    false => Ok(less_eight()),
+                }
+            }
+            (WeightFormat::W4A8 { .. }, WeightPart::Scales) => {
+                bytes_of(".weight_s_channel", &[Stored::F32], range.len())
+            }
+            (WeightFormat::W4A8 { .. }, WeightPart::BlockScales) => {
+                bytes_of(".weight_s_rel", &E4M3, range.len())
+            }
+            (WeightFormat::Nvfp4(_), WeightPart::Scales) => {
+                bytes_of(".weight_scale_2", &[Stored::F32], range.len())
+            }
+            (WeightFormat::Nvfp4(_), WeightPart::BlockScales) => {
+                bytes_of(".weight_scale", &E4M3, range.len())
+            }
+            (WeightFormat::Mxfp8, WeightPart::BlockScales) => bytes_of(".weight_scale", &E8M0, range.len()),
+            (WeightFormat::BlockFp8, WeightPart::Scales) => {
+                bytes_of(".weight_scale_inv", &[Stored::F32], range.len())
+            }
+            (_, WeightPart::Scales) => bytes_of(".weight_scale", &[Stored::F32], range.len()),
+            (_, WeightPart::Padding) => Ok(zeros(range.len())),
+            (_, other) => Err(damaged(&place.file, format!("{format} has no {other:?}"))),
+        };
+        let parts = format.layout(rows, columns).into_iter().map(part);
+        Ok(StoredTensor {
+            held: StoredAs::Quantized(format),
+            parts: parts.collect::<Result<_, _>>()?,
+            shape: vec![rows, columns],
             ..plain(name, place)
         })
     }

@@ -1,20 +1,16 @@
 //! Unsupported quantizations: their detection by tensor names, file metadata or configuration, and their messages.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 
-use gpu::CheckpointFile;
 use serde::Deserialize;
 
 use super::Checkpoint;
 use crate::ModelError;
-use crate::files::{damaged, read_json, unsupported};
+use crate::files::{read_json, unsupported};
 
 /// Suffix of messages about unsupported quantizations.
-pub(crate) const SUPPORTED: &str = "what is read is full precision, bitsandbytes nf4 and int8, GGUF, and fp8 (e4m3) of ComfyUI and \
-                                    Black Forest Labs";
-
-const FP4_STATE: &str = ".quant_state.bitsandbytes__fp4";
+pub(crate) const SUPPORTED: &str = "what is read is full precision, bitsandbytes nf4, fp4 and int8, GGUF, fp8 (e4m3 and e5m2), and of \
+                                    ComfyUI's formats int8, int4, w4a8, mxfp8 and nvfp4";
 
 impl Checkpoint {
     /// Checks the names of tensors for unsupported quantizations.
@@ -22,16 +18,6 @@ impl Checkpoint {
         let names: Vec<&str> = self.names().collect();
         if let Some(foreign) = foreign(&names) {
             return Err(unsupported(&self.place, quantized_by(foreign)));
-        }
-        #[derive(Deserialize)]
-        struct ComfyQuant {
-            format: String,
-        }
-        for name in self.names().filter(|name| name.ends_with(".comfy_quant")) {
-            let ComfyQuant { format } = self.state(name)?;
-            if format != "float8_e4m3fn" {
-                return Err(unsupported(&self.place, quantized_by(&format)));
-            }
         }
         Ok(())
     }
@@ -48,14 +34,10 @@ pub(crate) fn foreign(names: &[&str]) -> Option<&'static str> {
         Some("SVDQuant (Nunchaku)")
     } else if ends(&[".qweight"]) {
         Some("SVDQuant (Nunchaku), AWQ or GPTQ")
-    } else if ends(&[".weight_scale_2"]) {
-        Some("nvfp4")
     } else if ends(&[":_data", ":qdata", ".qdata", "weight_qdata", ":int_data"]) {
         Some("torchao")
     } else if ends(&[".weight._data"]) {
         Some("quanto")
-    } else if ends(&[FP4_STATE]) {
-        Some("bitsandbytes fp4")
     } else {
         None
     }
@@ -63,32 +45,6 @@ pub(crate) fn foreign(names: &[&str]) -> Option<&'static str> {
 
 pub(crate) fn quantized_by(what: &str) -> String {
     format!("it is quantized as {what}, which is not supported: {SUPPORTED}")
-}
-
-/// Checks the metadata of a file for unsupported quantizations.
-pub(super) fn check_metadata(file: &CheckpointFile) -> Result<(), ModelError> {
-    #[derive(Deserialize)]
-    struct QuantizedLayer {
-        format: String,
-    }
-    #[derive(Deserialize)]
-    struct Quantized {
-        #[serde(default)]
-        layers: BTreeMap<String, QuantizedLayer>,
-    }
-    let Some(text) = file.metadata().get("_quantization_metadata") else {
-        return Ok(());
-    };
-    let Quantized { layers } = serde_json::from_str(text).map_err(|e| {
-        damaged(
-            file.path(),
-            format!("its _quantization_metadata cannot be parsed: {e}"),
-        )
-    })?;
-    match layers.values().find(|layer| layer.format != "float8_e4m3fn") {
-        Some(QuantizedLayer { format }) => Err(unsupported(file.path(), quantized_by(format))),
-        None => Ok(()),
-    }
 }
 
 /// Checks a component's configuration for unsupported quantizations.
@@ -121,7 +77,7 @@ pub(super) fn check_configuration(path: &Path) -> Result<(), ModelError> {
         return Err(unsupported(path, quantized_by(&method)));
     }
     match quantized.bnb_4bit_quant_type {
-        Some(kind) if quantized.load_in_4bit && kind != "nf4" => {
+        Some(kind) if quantized.load_in_4bit && kind != "nf4" && kind != "fp4" => {
             Err(unsupported(path, quantized_by(&format!("bitsandbytes {kind}"))))
         }
         _ => Ok(()),

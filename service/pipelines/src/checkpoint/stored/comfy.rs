@@ -1,0 +1,205 @@
+//! Layers that are quantized as ComfyUI's files say: JSON in a tensor `X.comfy_quant`, or `_quantization_metadata` in the header of
+//! the file.
+
+use std::collections::BTreeMap;
+
+use gpu::{
+    CheckpointFile, Int8Scales, MXFP8_BLOCK, Nvfp4Order, Rotation, Stored, WeightFormat, rows_and_columns,
+};
+use serde::Deserialize;
+
+use super::parts::Float8;
+use super::{Checkpoint, LocatedTensor, SUPPORTED, StoredTensor, quantized_by};
+use crate::ModelError;
+use crate::files::{damaged, unsupported};
+
+/// Suffix of the tensor that says how a layer is quantized.
+pub(super) const COMFY_QUANT: &str = ".comfy_quant";
+
+/// Columns of a group that is rotated, where nothing is said.
+const ROTATED_COLUMNS: usize = 256;
+
+/// How a layer is quantized.
+#[derive(Clone, Debug, Deserialize)]
+pub(super) struct ComfyLayer {
+    format: String,
+    #[serde(flatten)]
+    options: Options,
+    /// Options may be here instead.
+    #[serde(default)]
+    params: Option<serde_json::Value>,
+}
+
+/// Options of a format. Others say how ComfyUI multiplies, which is not read.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(default)]
+struct Options {
+    convrot: Option<bool>,
+    convrot_groupsize: Option<usize>,
+}
+
+impl ComfyLayer {
+    fn options(&self) -> Options {
+        let params = self.params.clone().unwrap_or_default();
+        // What is no object is ignored, as in ComfyUI.
+        let params: Options = serde_json::from_value(params).unwrap_or_default();
+        Options {
+            convrot: self.options.convrot.or(params.convrot),
+            convrot_groupsize: self.options.convrot_groupsize.or(params.convrot_groupsize),
+        }
+    }
+
+    /// The rotation of the layer. `otherwise` is whether there is one where nothing is said.
+    fn rotation(&self, otherwise: bool) -> Result<Rotation, String> {
+        let options = self.options();
+        if !options.convrot.unwrap_or(otherwise) {
+            return Ok(Rotation::None);
+        }
+        let columns = options.convrot_groupsize.unwrap_or(ROTATED_COLUMNS);
+        Rotation::of(columns)
+            .ok_or_else(|| format!("rotated by groups of {columns}, where 16, 64 and 256 are read"))
+    }
+}
+
+/// The layers that the header of a file says to be quantized, by their names after `rename`. Names in the header may lack a
+/// prefix of the tensors' names.
+///
+/// # Errors
+/// When it cannot be parsed, or names a layer that is not there.
+pub(super) fn layers_of_header(
+    file: &CheckpointFile,
+    rename: &impl Fn(&str) -> Option<String>,
+) -> Result<BTreeMap<String, ComfyLayer>, ModelError> {
+    #[derive(Deserialize)]
+    struct Quantized {
+        #[serde(default)]
+        layers: BTreeMap<String, ComfyLayer>,
+    }
+    let Some(text) = file.metadata().get("_quantization_metadata") else {
+        return Ok(BTreeMap::new());
+    };
+    let problem = |problem: String| damaged(file.path(), format!("its _quantization_metadata {problem}"));
+    let Quantized { layers } =
+        serde_json::from_str(text).map_err(|e| problem(format!("cannot be parsed: {e}")))?;
+    let mut found = BTreeMap::new();
+    for (layer, quantized) in layers {
+        let (own, after) = (format!("{layer}.weight"), format!(".{layer}.weight"));
+        let mut names = file.tensors().map(|(name, _)| name);
+        let Some(tensor) = names.find(|name| *name == own || name.ends_with(&after)) else {
+            return Err(problem(format!(
+                "says how {layer} is quantized, which is not there"
+            )));
+        };
+        // A layer of another component of the file has no name here.
+        if let Some(renamed) = rename(tensor)
+            && let Some(layer) = renamed.strip_suffix(".weight")
+        {
+            found.insert(layer.to_owned(), quantized);
+        }
+    }
+    Ok(found)
+}
+
+impl Checkpoint {
+    /// Adds the layers that have a tensor which says how they are quantized.
+    ///
+    /// # Errors
+    /// When one cannot be read.
+    pub(super) fn with_layers_of_tensors(mut self) -> Result<Checkpoint, ModelError> {
+        let mut layers = BTreeMap::new();
+        for name in self.names() {
+            if let Some(layer) = name.strip_suffix(COMFY_QUANT) {
+                layers.insert(layer.to_owned(), self.state(name)?);
+            }
+        }
+        self.comfy.extend(layers);
+        Ok(self)
+    }
+
+    /// The weight of a layer that is quantized in this way.
+    pub(super) fn comfy_layer(
+        &self,
+        name: &str,
+        layer: &str,
+        place: &LocatedTensor,
+        quantized: &ComfyLayer,
+    ) -> Result<StoredTensor, ModelError> {
+        let shape = &place.entry.shape;
+        let &[rows, stored_columns] = shape.as_slice() else {
+            let problem = format!(
+                "tensor {name} is {} {shape:?}; matrices are read",
+                quantized.format
+            );
+            return Err(unsupported(&place.file, problem));
+        };
+        let refused = |problem: String| unsupported(&place.file, format!("tensor {name} is {problem}"));
+        let is_stored_as = |kinds: &[Stored]| match kinds.contains(&place.entry.stored) {
+            true => Ok(()),
+            false => Err(refused(format!(
+                "{} and stored as {:?}, where {kinds:?} is expected",
+                quantized.format, place.entry.stored
+            ))),
+        };
+        let scales = format!("{layer}.weight_scale");
+        match quantized.format.as_str() {
+            "float8_e4m3fn" | "float8_e5m2" => {
+                let (kind, stored) = match quantized.format.as_str() {
+                    "float8_e5m2" => (Float8::E5M2, Stored::F8E5M2),
+                    _ => (Float8::E4M3, Stored::F8E4M3),
+                };
+                is_stored_as(&[stored, Stored::U8])?;
+                self.fp8(name, place, kind, self.tensors.get(&scales))
+            }
+            "int8_tensorwise" => {
+                is_stored_as(&[Stored::I8])?;
+                let rotation = quantized.rotation(false).map_err(refused)?;
+                let by = match self.count_of(&scales) {
+                    Some(1) if rows != 1 => Int8Scales::Tensor,
+                    _ => Int8Scales::Rows,
+                };
+                let format = WeightFormat::Int8Scaled(by, rotation);
+                self.in_format(name, layer, place, [rows, stored_columns], format)
+            }
+            "convrot_w4a4" => {
+                is_stored_as(&[Stored::I8, Stored::U8])?;
+                let format = WeightFormat::Int4(quantized.rotation(true).map_err(refused)?);
+                self.in_format(name, layer, place, [rows, 2 * stored_columns], format)
+            }
+            "asym_w4a8_int8" => {
+                is_stored_as(&[Stored::I8, Stored::U8])?;
+                let rotation = quantized.rotation(true).map_err(refused)?;
+                let groups = self.count_of(&format!("{layer}.weight_s_rel"));
+                let columns = 2 * stored_columns;
+                let group = groups.filter(|groups| *groups > 0 && (rows * columns).is_multiple_of(*groups));
+                let group = group.and_then(|groups| u8::try_from(rows * columns / groups).ok());
+                let Some(group @ (8 | 16 | 32 | 64)) = group else {
+                    // Codes of six bits have the same name, and rows half as long again.
+                    return Err(refused(format!(
+                        "asym_w4a8_int8 in groups that are not of 8, 16, 32 or 64 codes of four bits: {SUPPORTED}"
+                    )));
+                };
+                let format = WeightFormat::W4A8 { group, rotation };
+                self.in_format(name, layer, place, [rows, columns], format)
+            }
+            "nvfp4" => {
+                is_stored_as(&[Stored::U8])?;
+                let format = WeightFormat::Nvfp4(Nvfp4Order::TensorCores);
+                self.in_format(name, layer, place, [rows, 2 * stored_columns], format)
+            }
+            "mxfp8" => {
+                is_stored_as(&[Stored::F8E4M3, Stored::U8])?;
+                if !stored_columns.is_multiple_of(MXFP8_BLOCK) {
+                    return Err(refused(format!("mxfp8 in rows of {stored_columns}")));
+                }
+                self.in_format(name, layer, place, [rows, stored_columns], WeightFormat::Mxfp8)
+            }
+            other => Err(unsupported(&place.file, quantized_by(other))),
+        }
+    }
+
+    /// Elements of a tensor.
+    fn count_of(&self, name: &str) -> Option<usize> {
+        let place = self.tensors.get(name)?;
+        Some(rows_and_columns(&place.entry.shape)).map(|(rows, columns)| rows * columns)
+    }
+}
