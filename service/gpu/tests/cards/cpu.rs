@@ -116,7 +116,22 @@ fn samples(stored: Stored) -> (Vec<u8>, Vec<f32>) {
             let means = codes.iter().map(value).collect();
             (codes, means)
         }
-        Stored::I8 | Stored::Gguf(_) => (Vec::new(), Vec::new()), // read as bytes only
+        Stored::F8E5M2 => {
+            let codes: Vec<u8> = (0..=255).collect();
+            let value = |code: &u8| {
+                let (exponent, mantissa) = (i32::from(code >> 2 & 31), f32::from(code & 3));
+                let size = match (exponent, code & 3) {
+                    (31, 0) => f32::INFINITY,
+                    (31, _) => f32::NAN,
+                    (0, _) => mantissa * 2f32.powi(-16),
+                    _ => (4.0 + mantissa) * 2f32.powi(exponent - 17),
+                };
+                size.copysign(if *code < 128 { 1.0 } else { -1.0 })
+            };
+            let means = codes.iter().map(value).collect();
+            (codes, means)
+        }
+        Stored::I8 | Stored::F8E8M0 | Stored::Gguf(_) => (Vec::new(), Vec::new()), // read as bytes only
     }
 }
 
@@ -134,6 +149,7 @@ fn every_stored_dtype_becomes_f32_and_nan_stays_nan() {
         Stored::U8,
         Stored::I64,
         Stored::F8E4M3,
+        Stored::F8E5M2,
     ] {
         let (bytes, means) = samples(stored);
         let file = file_of(&bytes);
