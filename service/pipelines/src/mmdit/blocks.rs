@@ -364,7 +364,10 @@ impl DoubleBlock {
 /// The first layers of a single block.
 enum SingleInput {
     /// Queries, keys and values, and the inside of the feed-forward.
-    Separate { projections: Projections, up: Linear },
+    Separate {
+        projections: Box<Projections>,
+        up: Linear,
+    },
     /// All of them in one.
     Fused(Linear),
 }
@@ -391,7 +394,7 @@ impl SingleBlock {
             Design::Flux1 => (
                 Some(Modulator::new(tensors, &format!("{name}.norm"), shape, 3)?),
                 SingleInput::Separate {
-                    projections: Projections::new(tensors, name, PICTURE.projections, shape)?,
+                    projections: Box::new(Projections::new(tensors, name, PICTURE.projections, shape)?),
                     up: linear("proj_mlp", width, inner)?,
                 },
                 "proj_out",

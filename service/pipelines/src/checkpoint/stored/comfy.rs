@@ -1,7 +1,7 @@
 //! Layers that are quantized as ComfyUI's files say: JSON in a tensor `X.comfy_quant`, or `_quantization_metadata` in the header of
 //! the file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use gpu::{
     CheckpointFile, Int8Scales, MXFP8_BLOCK, Nvfp4Order, Rotation, Stored, WeightFormat, rows_and_columns,
@@ -81,23 +81,30 @@ pub(super) fn layers_of_header(
     let problem = |problem: String| damaged(file.path(), format!("its _quantization_metadata {problem}"));
     let Quantized { layers } =
         serde_json::from_str(text).map_err(|e| problem(format!("cannot be parsed: {e}")))?;
-    let mut found = BTreeMap::new();
-    for (layer, quantized) in layers {
-        let (own, after) = (format!("{layer}.weight"), format!(".{layer}.weight"));
-        let mut names = file.tensors().map(|(name, _)| name);
-        let Some(tensor) = names.find(|name| *name == own || name.ends_with(&after)) else {
-            return Err(problem(format!(
-                "says how {layer} is quantized, which is not there"
-            )));
+    let (mut found, mut there) = (BTreeMap::new(), BTreeSet::new());
+    for layer in file
+        .tensors()
+        .filter_map(|(name, _)| name.strip_suffix(".weight"))
+    {
+        // The name, then what is left of it without one prefix after the other.
+        let mut shorter = std::iter::successors(Some(layer), |name| Some(name.split_once('.')?.1));
+        let Some((named, quantized)) = shorter.find_map(|name| layers.get_key_value(name)) else {
+            continue;
         };
+        there.insert(named);
         // A layer of another component of the file has no name here.
-        if let Some(renamed) = rename(tensor)
+        if let Some(renamed) = rename(&format!("{layer}.weight"))
             && let Some(layer) = renamed.strip_suffix(".weight")
         {
-            found.insert(layer.to_owned(), quantized);
+            found.insert(layer.to_owned(), quantized.clone());
         }
     }
-    Ok(found)
+    match layers.keys().find(|layer| !there.contains(layer)) {
+        None => Ok(found),
+        Some(layer) => Err(problem(format!(
+            "says how {layer} is quantized, which is not there"
+        ))),
+    }
 }
 
 impl Checkpoint {
