@@ -478,6 +478,7 @@ def test_server_info_lists_version_cards_and_capabilities(simulate: Simulate) ->
     assert set(info.families) == {
         "ace-step",
         "flux",
+        "flux2",
         "hunyuan-video",
         "instant",
         "ovi",

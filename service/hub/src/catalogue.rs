@@ -152,7 +152,7 @@ pub fn find_entry(name: &str) -> Option<&'static Model> {
 }
 
 /// Most names that are suggested for an unknown one.
-const MOST_SUGGESTED: usize = 3;
+const MOST_SUGGESTED: usize = 5;
 /// Least Jaro-Winkler similarity of two names for one to be suggested for the other.
 const LEAST_LIKENESS: f64 = 0.8;
 

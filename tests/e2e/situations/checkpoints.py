@@ -564,11 +564,12 @@ RELATIVES = [
         "distilled_guidance_layer.in_proj.weight",
     ),
     relative(
-        "flux2-klein",
+        "flux2-dev",
         "huggingface/diffusers#13001",
-        "it is FLUX.2",
+        "it is FLUX.2 dev",
         BLOCK,
         "double_stream_modulation_img.lin.weight",
+        "guidance_in.in_layer.weight",
     ),
     relative(
         "sdxl",

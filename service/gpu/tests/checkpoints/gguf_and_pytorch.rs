@@ -446,7 +446,7 @@ fn original_shapes_must_have_the_same_element_count() {
 #[test]
 fn an_unsupported_type_is_named_with_its_tensor() {
     for (number, name) in [
-        (23, "IQ4_XS"),
+        (21, "IQ3_S"),
         (39, "MXFP4"),
         (4, "type 4"),
         (u32::MAX, "type 4294967295"),

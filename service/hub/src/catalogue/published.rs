@@ -286,7 +286,7 @@ pub(super) fn write_model(name: &str, folder: &Path) -> PathBuf {
         "flux-dev" => write_flux(folder, true),
         "z-image-turbo" => write_z_image(folder),
         "flux2-klein-4b" => write_flux2(folder, true, [5, 20, 24], [2560, 9728]),
-        "flux2-klein-base-4b" => write_flux2(folder, false, [5, 20, 24], [2560, 9728]),
+        "flux2-base-4b" => write_flux2(folder, false, [5, 20, 24], [2560, 9728]),
         "flux2-klein-9b" => write_flux2(folder, true, [8, 24, 32], [4096, 12_288]),
         "hunyuan-video" => write_hunyuan(folder),
         "framepack" => write_framepack(folder),
