@@ -168,10 +168,7 @@ fn contradictory_headers_are_refused_with_the_reason() {
 fn an_unsupported_dtype_is_named_with_its_tensor() {
     let file = with_header(r#"{"q":{"dtype":"F4","shape":[4],"data_offsets":[0,4]}}"#, 4);
     let error = CheckpointFile::open(file.path()).unwrap_err();
-    assert!(
-        error.to_string().ends_with("tensor q is stored as F4"),
-        "{error}"
-    );
+    assert!(error.to_string().ends_with("tensor q is stored as F4"), "{error}");
     assert!(matches!(
         error,
         LoadError::UnsupportedTensor { tensor, stored, readable: None, .. } if tensor == "q" && stored == "F4"
