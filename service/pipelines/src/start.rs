@@ -56,7 +56,7 @@ impl StartRule {
 pub(crate) enum MaskCells {
     /// The top left one: the nearest to it in `torch.nn.functional.interpolate`.
     TopLeft,
-    /// The mean of the four in the middle: `bilinear` in the same function, whose cells change by quarters.
+    /// The mean of the four in the middle: `bilinear` in the same function. With two of them set, the cell changes by half.
     Middle,
 }
 

@@ -337,8 +337,14 @@ fn place_of(format: WeightFormat, rows: usize, columns: usize, wanted: WeightPar
 }
 
 /// Suffix of a format in the kernels' names.
-fn kernel_of(format: WeightFormat) -> &'static str {
-    match format {
+fn kernel_of(format: WeightFormat) -> String {
+    let rotation = match format {
+        WeightFormat::Int8Scaled(_, rotation)
+        | WeightFormat::Int4(rotation)
+        | WeightFormat::W4A8 { rotation, .. } => rotation,
+        _ => Rotation::None,
+    };
+    let of_codes = match format {
         WeightFormat::Int8 => "int8",
         WeightFormat::Fp8(Fp8Scales::None) => "fp8_none",
         WeightFormat::Fp8(Fp8Scales::Tensor) => "fp8_tensor",
@@ -352,30 +358,10 @@ fn kernel_of(format: WeightFormat) -> &'static str {
         WeightFormat::Mxfp8 => "mxfp8",
         WeightFormat::Nvfp4(Nvfp4Order::TensorCores) => "nvfp4",
         WeightFormat::Nvfp4(Nvfp4Order::Rows) => "nvfp4_rows",
-        WeightFormat::Int8Scaled(Int8Scales::Tensor, rotation) => match rotation {
-            Rotation::None => "int8_tensor",
-            Rotation::By16 => "int8_tensor_by_16",
-            Rotation::By64 => "int8_tensor_by_64",
-            Rotation::By256 => "int8_tensor_by_256",
-        },
-        WeightFormat::Int8Scaled(Int8Scales::Rows, rotation) => match rotation {
-            Rotation::None => "int8_rows",
-            Rotation::By16 => "int8_rows_by_16",
-            Rotation::By64 => "int8_rows_by_64",
-            Rotation::By256 => "int8_rows_by_256",
-        },
-        WeightFormat::Int4(rotation) => match rotation {
-            Rotation::None => "int4",
-            Rotation::By16 => "int4_by_16",
-            Rotation::By64 => "int4_by_64",
-            Rotation::By256 => "int4_by_256",
-        },
-        WeightFormat::W4A8 { rotation, .. } => match rotation {
-            Rotation::None => "w4a8",
-            Rotation::By16 => "w4a8_by_16",
-            Rotation::By64 => "w4a8_by_64",
-            Rotation::By256 => "w4a8_by_256",
-        },
+        WeightFormat::Int8Scaled(Int8Scales::Tensor, _) => "int8_tensor",
+        WeightFormat::Int8Scaled(Int8Scales::Rows, _) => "int8_rows",
+        WeightFormat::Int4(_) => "int4",
+        WeightFormat::W4A8 { .. } => "w4a8",
         WeightFormat::Gguf(kind) => match kind {
             GgufType::Q4_0 => "q4_0",
             GgufType::Q4_1 => "q4_1",
@@ -390,6 +376,10 @@ fn kernel_of(format: WeightFormat) -> &'static str {
             GgufType::IQ4NL => "iq4_nl",
             GgufType::IQ4XS => "iq4_xs",
         },
+    };
+    match rotation {
+        Rotation::None => of_codes.to_owned(),
+        Rotation::By16 | Rotation::By64 | Rotation::By256 => format!("{of_codes}_by_{}", rotation.group()),
     }
 }
 

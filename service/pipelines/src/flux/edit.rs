@@ -5,7 +5,6 @@
 //! start and of the noise.
 
 use candle_core::{Device, Tensor};
-use model::Memo;
 use model::bounds::PIXELS_PER_TOKEN;
 use model::{Field, Reads};
 
@@ -14,9 +13,7 @@ use super::control_net::{OpenControlNet, acts_in};
 use super::model::FluxModel;
 use super::transformer::pack;
 use crate::start::{CHANGES, steps_run};
-use crate::{
-    ControlUse, Image, InitImage, Mask, Medium, Request, RequestError, StageError, StagePlan, ValueShape,
-};
+use crate::{ControlUse, Image, InitImage, Mask, Request, RequestError, StageError, StagePlan, ValueShape};
 
 /// Names of the stages. That of a control picture is followed by its number.
 pub(super) const ENCODE_CONTROL: &str = "encode_control_";
@@ -161,19 +158,10 @@ impl FluxModel {
         if self.variant == Variant::Fill {
             stages.push(autoencoder.encode_stage_named(ENCODE_MASKED, MASKED, image));
         }
-        let stage = |reference: &InitImage| {
-            let size = Image::of(reference.width, reference.height);
-            let read = Image {
-                references: vec![reference.clone()],
-                ..size.clone()
-            };
-            StagePlan {
-                per_item: false,
-                memo: Some(Memo::of(Request::of(Medium::Image(read), 1, 0.0, 1))),
-                ..autoencoder.encode_stage_named(ENCODE_REFERENCE, REFERENCE, &size)
-            }
-        };
-        stages.extend(image.references.iter().map(stage));
+        let references = image.references.iter();
+        stages.extend(
+            references.map(|reference| autoencoder.reference_stage(ENCODE_REFERENCE, REFERENCE, reference)),
+        );
         stages
     }
 

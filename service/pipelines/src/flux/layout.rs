@@ -10,14 +10,14 @@ use crate::mmdit::{BlockNames, SingleNames, StreamNames};
 const BFL: BlockNames = BlockNames {
     streams: [
         StreamNames {
-            modulation: "img_mod.lin",
+            modulation: Some("img_mod.lin"),
             projections: "img_attn.qkv",
             norms: ["img_attn.norm.query_norm.weight", "img_attn.norm.key_norm.weight"],
             output: "img_attn.proj",
             feed_forward: ["img_mlp.0", "img_mlp.2"],
         },
         StreamNames {
-            modulation: "txt_mod.lin",
+            modulation: Some("txt_mod.lin"),
             projections: "txt_attn.qkv",
             norms: ["txt_attn.norm.query_norm.weight", "txt_attn.norm.key_norm.weight"],
             output: "txt_attn.proj",
@@ -25,7 +25,7 @@ const BFL: BlockNames = BlockNames {
         },
     ],
     single: SingleNames {
-        modulation: "modulation.lin",
+        modulation: Some("modulation.lin"),
         norms: ["norm.query_norm.weight", "norm.key_norm.weight"],
     },
 };

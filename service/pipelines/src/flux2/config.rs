@@ -90,11 +90,6 @@ impl TransformerConfig {
         self.num_attention_heads * self.attention_head_dim
     }
 
-    /// Width inside the feed-forward layers.
-    pub fn feed_forward_width(&self) -> usize {
-        self.blocks().feed_forward_width()
-    }
-
     /// The shape of the blocks.
     pub(crate) fn blocks(&self) -> BlocksShape {
         BlocksShape {

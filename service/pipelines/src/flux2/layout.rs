@@ -9,14 +9,14 @@ use crate::mmdit::{BlockNames, SINUSOIDS, SingleNames, StreamNames};
 const BFL: BlockNames = BlockNames {
     streams: [
         StreamNames {
-            modulation: "",
+            modulation: None,
             projections: "img_attn.qkv",
             norms: ["img_attn.norm.query_norm.weight", "img_attn.norm.key_norm.weight"],
             output: "img_attn.proj",
             feed_forward: ["img_mlp.0", "img_mlp.2"],
         },
         StreamNames {
-            modulation: "",
+            modulation: None,
             projections: "txt_attn.qkv",
             norms: ["txt_attn.norm.query_norm.weight", "txt_attn.norm.key_norm.weight"],
             output: "txt_attn.proj",
@@ -24,7 +24,7 @@ const BFL: BlockNames = BlockNames {
         },
     ],
     single: SingleNames {
-        modulation: "",
+        modulation: None,
         norms: ["norm.query_norm.weight", "norm.key_norm.weight"],
     },
 };

@@ -103,10 +103,12 @@ impl Variant {
         let mut problems = bounds::problems(request);
         if request.guidance != 0.0 && !problems.iter().any(|problem| problem.field == "guidance") {
             let instead = match self {
-                Variant::Distilled => "it is distilled, without guidance: set it to 0",
-                Variant::Base => "its guidance is true_guidance: set that, and this to 0",
+                Variant::Distilled => "this FLUX.2 klein is distilled and takes no guidance: set it to 0",
+                Variant::Base => {
+                    "this FLUX.2 klein has no distilled guidance, its guidance is true_guidance: set that, and this to 0"
+                }
             };
-            let problem = format!("is {}; of FLUX.2 klein {instead}", request.guidance);
+            let problem = format!("is {}; {instead}", request.guidance);
             problems.push(RequestError::new("guidance", problem));
         }
         problems
@@ -123,6 +125,8 @@ pub struct Flux2Model {
     pub(super) taken: [usize; 3],
     pub(super) scheduler: SchedulerConfig,
     pub(super) tokenizer: Arc<QwenTokenizer>,
+    /// The id of padding, which follows a text.
+    pub(super) pad: u32,
     pub(super) parts: ModelParts,
     /// The adapters that are attached to its components.
     pub(super) adapters: AdapterSet,

@@ -11,12 +11,9 @@ use super::model::{FAMILY, Flux2Model, TEXT_ENCODER, TRANSFORMER, VAE, Variant};
 use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::kl;
-use crate::checkpoint::{
-    Checkpoint, ComponentSet, Recognised, TransformerPlace, Wanted, companion, component_of_checkpoint,
-    component_of_folder, open, open_single_file,
-};
+use crate::checkpoint::{ComponentSet, Recognised, TransformerPlace, Wanted, open_single_file};
 use crate::defaults::folder_defaults;
-use crate::files::{check_pairs, checked, read_json, unsupported};
+use crate::files::{check_pairs, read_json, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::mmdit;
 use crate::text::qwen3::{self, Qwen3Config};
@@ -70,43 +67,20 @@ impl Flux2Model {
         let (transformer, transformer_files): (TransformerConfig, _) =
             transformer.open(base, wanted.of(TRANSFORMER))?;
         let vae = kl::Place::of(base, single, kl::Published::Flux2, transformer.in_channels)?;
-        // The text encoder may be a single file too: by its width, Qwen3-4B or Qwen3-8B.
-        let published = [
-            ("qwen_3_4b", Qwen3Config::qwen3_4b()),
-            ("qwen_3_8b", Qwen3Config::qwen3_8b()),
-        ];
-        let width = transformer.joint_attention_dim / STATES;
-        let published = published
-            .into_iter()
-            .find(|(_, config)| config.hidden_size == width);
-        let alone = single.filter(|_| !base.join(TEXT_ENCODER).is_dir());
-        let text_file = alone.zip(published).and_then(|(file, (stem, config))| {
-            companion(file, base, "text_encoders", stem).map(|file| (file, config))
-        });
-        let text = match &text_file {
-            Some((_, config)) => config.clone(),
-            None => checked(&base.join("text_encoder/config.json"), Qwen3Config::check)?,
-        };
-        let taken = taken(base, &text)?;
+        let published = qwen3::Published::of_width(transformer.joint_attention_dim / STATES);
+        let text = qwen3::Place::of(base, single, published)?;
+        let taken = taken(base, &text.config)?;
         let pairs = [(
             "three states of the text encoder",
-            STATES * text.hidden_size,
+            STATES * text.config.hidden_size,
             transformer.joint_attention_dim,
         )];
         check_pairs(base, &pairs)?;
         let depth = taken[STATES - 1];
-        let shapes = |has: &dyn Fn(&str) -> bool| text.tensor_shapes(depth, has);
-        let text_files = match &text_file {
-            Some((file, _)) => {
-                let checkpoint = Checkpoint::of_file(&open(file)?, |name| Some(name.to_owned()))?;
-                component_of_checkpoint(file, checkpoint, wanted.of(TEXT_ENCODER), shapes)?
-            }
-            None => component_of_folder(&base.join(TEXT_ENCODER), wanted.of(TEXT_ENCODER), shapes)?,
-        };
         let files = [
             (TRANSFORMER, transformer_files),
             (VAE, vae.files(wanted.of(VAE))?),
-            (TEXT_ENCODER, text_files),
+            (TEXT_ENCODER, text.files(depth, wanted.of(TEXT_ENCODER))?),
         ];
         let mut components = ComponentSet::new(files, precision.dtype, wanted.formats);
         let blocks = transformer.blocks();
@@ -114,14 +88,16 @@ impl Flux2Model {
         components.in_blocks(TEXT_ENCODER, qwen3::block_of);
         let problems = |request: &Request| variant.problems(request);
         let defaults = folder_defaults(base, defaults(variant), variant.reads(), problems)?;
+        let tokenizer = QwenTokenizer::shared(&base.join("tokenizer"))?;
         Ok(Some(Flux2Model {
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
             scheduler: SchedulerConfig::of_pipeline(base)?,
-            tokenizer: QwenTokenizer::shared(&base.join("tokenizer"))?,
+            pad: tokenizer.pad()?,
+            tokenizer,
             transformer,
             vae: vae.config,
-            text,
+            text: text.config,
             taken,
             variant,
         }))

@@ -1,13 +1,13 @@
 //! Reference pictures, whose tokens follow those of the generated picture: `Flux2KleinPipeline` without and
 //! `Flux2KleinInpaintPipeline` with a picture to start from, which is a reference too.
 
+use model::ReferenceFit;
 use model::bounds::PIXELS_PER_TOKEN;
-use model::{Memo, ReferenceFit};
 
 use super::model::Flux2Model;
 use super::positions::Place;
 use crate::start::is_from_latent;
-use crate::{Image, InitImage, Medium, Request, RequestError, StagePlan, ValueShape};
+use crate::{Image, InitImage, Request, RequestError, StagePlan, ValueShape};
 
 /// Name of the stage of a reference picture, followed by its number.
 pub(super) const ENCODE_REFERENCE: &str = "encode_reference_";
@@ -75,24 +75,16 @@ pub(super) fn places(request: &Request, image: &Image) -> Vec<Place> {
 impl Flux2Model {
     /// The stages that encode the reference pictures.
     pub(super) fn reference_stages(&self, image: &Image) -> Vec<StagePlan> {
-        let stage = |(number, reference): (usize, &InitImage)| {
-            let size = Image::of(reference.width, reference.height);
-            // The stage reads its own picture alone.
-            let read = Image {
-                references: vec![reference.clone()],
-                ..size.clone()
-            };
+        let autoencoder = self.autoencoder();
+        let references = image.references.iter().enumerate();
+        let stages = references.map(|(number, reference)| {
             let (name, value) = (
                 format!("{ENCODE_REFERENCE}{number}"),
                 format!("{REFERENCE}{number}"),
             );
-            StagePlan {
-                per_item: false,
-                memo: Some(Memo::of(Request::of(Medium::Image(read), 1, 0.0, 1))),
-                ..self.autoencoder().encode_stage_named(&name, &value, &size)
-            }
-        };
-        image.references.iter().enumerate().map(stage).collect()
+            autoencoder.reference_stage(&name, &value, reference)
+        });
+        stages.collect()
     }
 
     /// The values of those stages.

@@ -69,7 +69,7 @@ impl Stage<'_, Flux2Model> {
         for ((_, text), name) in Prompts::texts(request).iter().zip(captions(request).iter()) {
             let mut ids = model.tokens(request, text)?;
             let attended = ids.len();
-            ids.resize(request.max_sequence_length as usize, model.tokenizer.pad());
+            ids.resize(request.max_sequence_length as usize, model.pad);
             let states = encoder.states(&ids, attended, &model.taken, &|| self.observer.cancelled())?;
             values.insert((*name).to_owned(), to_host(&states.unsqueeze(0)?)?);
         }

@@ -11,14 +11,14 @@ use crate::mmdit::{BlockNames, SINUSOIDS, SingleNames, StreamNames};
 const TENCENT: BlockNames = BlockNames {
     streams: [
         StreamNames {
-            modulation: "img_mod.linear",
+            modulation: Some("img_mod.linear"),
             projections: "img_attn_qkv",
             norms: ["img_attn_q_norm.weight", "img_attn_k_norm.weight"],
             output: "img_attn_proj",
             feed_forward: ["img_mlp.fc1", "img_mlp.fc2"],
         },
         StreamNames {
-            modulation: "txt_mod.linear",
+            modulation: Some("txt_mod.linear"),
             projections: "txt_attn_qkv",
             norms: ["txt_attn_q_norm.weight", "txt_attn_k_norm.weight"],
             output: "txt_attn_proj",
@@ -26,7 +26,7 @@ const TENCENT: BlockNames = BlockNames {
         },
     ],
     single: SingleNames {
-        modulation: "modulation.linear",
+        modulation: Some("modulation.linear"),
         norms: ["q_norm.weight", "k_norm.weight"],
     },
 };

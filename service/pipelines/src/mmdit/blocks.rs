@@ -11,6 +11,7 @@ use gpu::MissingTensor;
 use ops::{Angles, Epilogue, LayerTo, Mask, Nonlinearity, Pairs, QkNorm, Scratch};
 
 use super::buffers::{Added, Buffers, EPS, Next, Part, attends_for_some};
+use super::layout::{DiffusersStream, STREAMS};
 use super::shape::{BlocksShape, Design};
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
@@ -255,38 +256,14 @@ pub(super) struct DoubleBlock {
     text: Stream,
 }
 
-/// Names of one stream of a double block in diffusers.
-struct NamesOfStream {
-    modulator: &'static str,
-    projections: [&'static str; 3],
-    norms: [&'static str; 2],
-    output: &'static str,
-    feed_forward: &'static str,
-}
-
-const PICTURE: NamesOfStream = NamesOfStream {
-    modulator: "norm1",
-    projections: ["to_q", "to_k", "to_v"],
-    norms: ["norm_q", "norm_k"],
-    output: "to_out.0",
-    feed_forward: "ff",
-};
-const TEXT: NamesOfStream = NamesOfStream {
-    modulator: "norm1_context",
-    projections: ["add_q_proj", "add_k_proj", "add_v_proj"],
-    norms: ["norm_added_q", "norm_added_k"],
-    output: "to_add_out",
-    feed_forward: "ff_context",
-};
-
 impl DoubleBlock {
     pub(super) fn new(
         tensors: &AdaptedTensors<'_>,
         name: &str,
         shape: &BlocksShape,
     ) -> std::result::Result<DoubleBlock, MissingTensor> {
-        let stream = |names: &NamesOfStream| {
-            let modulator = || Modulator::new(tensors, &format!("{name}.{}", names.modulator), shape, 6);
+        let stream = |names: &DiffusersStream| {
+            let modulator = || Modulator::new(tensors, &format!("{name}.{}", names.modulation), shape, 6);
             let output = format!("{name}.attn.{}", names.output);
             Ok(Stream {
                 modulator: match shape.design {
@@ -299,9 +276,10 @@ impl DoubleBlock {
                 feed_forward: FeedForward::new(tensors, &format!("{name}.{}", names.feed_forward), shape)?,
             })
         };
+        let [picture, text] = &STREAMS;
         Ok(DoubleBlock {
-            picture: stream(&PICTURE)?,
-            text: stream(&TEXT)?,
+            picture: stream(picture)?,
+            text: stream(text)?,
         })
     }
 
@@ -394,7 +372,7 @@ impl SingleBlock {
             Design::Flux1 => (
                 Some(Modulator::new(tensors, &format!("{name}.norm"), shape, 3)?),
                 SingleInput::Separate {
-                    projections: Box::new(Projections::new(tensors, name, PICTURE.projections, shape)?),
+                    projections: Box::new(Projections::new(tensors, name, STREAMS[0].projections, shape)?),
                     up: linear("proj_mlp", width, inner)?,
                 },
                 "proj_out",
@@ -408,7 +386,7 @@ impl SingleBlock {
         Ok(SingleBlock {
             modulator,
             input,
-            norms: HeadNorms::new(tensors, name, PICTURE.norms, shape)?,
+            norms: HeadNorms::new(tensors, name, STREAMS[0].norms, shape)?,
             output: linear(output, width + inner, width)?,
         })
     }

@@ -7,8 +7,8 @@ use crate::checkpoint::{Layout, Rows};
 /// Names of one stream of a double block in a single file, after the prefix `double_blocks.N.`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StreamNames {
-    /// Name of the modulator, where blocks have some.
-    pub(crate) modulation: &'static str,
+    /// Name of the modulator; `None` where all blocks share one.
+    pub(crate) modulation: Option<&'static str>,
     /// Name of the layer of queries, keys and values in one.
     pub(crate) projections: &'static str,
     /// Names of the norms of queries and keys, with the tensors' suffix.
@@ -20,7 +20,8 @@ pub(crate) struct StreamNames {
 /// Names of a single block in a single file, after the prefix `single_blocks.N.`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SingleNames {
-    pub(crate) modulation: &'static str,
+    /// As of [`StreamNames`].
+    pub(crate) modulation: Option<&'static str>,
     pub(crate) norms: [&'static str; 2],
 }
 
@@ -33,15 +34,16 @@ pub(crate) struct BlockNames {
 }
 
 /// Names of one stream of a double block in diffusers.
-struct DiffusersStream {
-    modulation: &'static str,
-    projections: [&'static str; 3],
-    output: &'static str,
-    feed_forward: &'static str,
-    norms: [&'static str; 2],
+pub(super) struct DiffusersStream {
+    pub(super) modulation: &'static str,
+    pub(super) projections: [&'static str; 3],
+    pub(super) output: &'static str,
+    pub(super) feed_forward: &'static str,
+    pub(super) norms: [&'static str; 2],
 }
 
-const STREAMS: [DiffusersStream; 2] = [
+/// The stream of the generated tokens, then that of the text.
+pub(super) const STREAMS: [DiffusersStream; 2] = [
     DiffusersStream {
         modulation: "norm1",
         projections: ["to_q", "to_k", "to_v"],
@@ -84,9 +86,9 @@ impl Layout {
         for i in 0..shape.double {
             let (block, file) = (format!("transformer_blocks.{i}"), format!("double_blocks.{i}"));
             for (stream, theirs) in STREAMS.iter().zip(&theirs.streams) {
-                if shape.design == Design::Flux1 {
+                if let Some(name) = theirs.modulation {
                     let modulation = format!("{block}.{}.linear", stream.modulation);
-                    let in_file = format!("{file}.{}", theirs.modulation);
+                    let in_file = format!("{file}.{name}");
                     self.linear(&modulation, [6 * width, width], &in_file, 0);
                 }
                 for (part, name) in stream.projections.iter().enumerate() {
@@ -130,15 +132,12 @@ impl Layout {
             );
             let [fused, last] = ["linear1", "linear2"].map(|name| format!("{file}.{name}"));
             let of_last = [width, width + inner];
+            if let Some(name) = theirs.single.modulation {
+                let (modulation, in_file) = (format!("{block}.norm.linear"), format!("{file}.{name}"));
+                self.linear(&modulation, [3 * width, width], &in_file, 0);
+            }
             match shape.design {
                 Design::Flux1 => {
-                    let modulation = format!("{file}.{}", theirs.single.modulation);
-                    self.linear(
-                        &format!("{block}.norm.linear"),
-                        [3 * width, width],
-                        &modulation,
-                        0,
-                    );
                     for (part, name) in ["to_q", "to_k", "to_v"].iter().enumerate() {
                         self.linear(
                             &format!("{block}.attn.{name}"),

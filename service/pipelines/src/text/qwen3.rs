@@ -4,6 +4,8 @@
 //! A full-precision component is computed by candle-transformers (`candle.rs`); a quantized one by our own layers
 //! (`decoder.rs`), which support all weight formats.
 
+mod place;
+
 use candle_core::{DType, Tensor};
 use gpu::ComponentTensors;
 use model::StageError;
@@ -16,6 +18,7 @@ use super::decoder::{Decoder, ResidentDecoder, Rope, Taken, prefix_of};
 use super::encoding::{check_finite, check_ids};
 
 pub(crate) use super::decoder::{block_of, role};
+pub(crate) use place::{Place, Published};
 
 /// The encoder's `config.json`. Missing fields have the defaults of transformers' `Qwen3Config`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]

@@ -194,8 +194,8 @@ pub struct QwenTokenizer {
     words: Words,
     /// Ids that the folder's `tokenizer.json` appends to a text (Qwen3-Embedding).
     after: Vec<u32>,
-    /// Padding after a text.
-    pad: u32,
+    /// Padding after a text, where the vocabulary has it.
+    pad: Option<u32>,
 }
 
 /// Whether the assistant's turn of a chat may begin with thinking: `enable_thinking` of Qwen3's template.
@@ -278,7 +278,7 @@ impl QwenTokenizer {
             .iter()
             .map(|mark| id_of(&pairs.words_file, &tokenizer, mark));
         Ok(QwenTokenizer {
-            pad: id_of(&pairs.words_file, &tokenizer, &pad)?,
+            pad: tokenizer.token_to_id(&pad),
             after: after.collect::<Result<_, _>>()?,
             words: Words {
                 tokenizer,
@@ -331,8 +331,17 @@ impl QwenTokenizer {
     }
 
     /// The id of padding.
-    pub fn pad(&self) -> u32 {
-        self.pad
+    ///
+    /// # Errors
+    /// [`ModelError::Damaged`] when the vocabulary has no such token.
+    pub fn pad(&self) -> Result<u32, ModelError> {
+        let missing = || {
+            damaged(
+                &self.words.file,
+                "the vocabulary has no token for padding (`pad_token`)",
+            )
+        };
+        self.pad.ok_or_else(missing)
     }
 
     /// The ids of a chat in which the user's turn is the prompt and the assistant's turn begins: Qwen3's chat

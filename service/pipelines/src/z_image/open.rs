@@ -12,12 +12,9 @@ use super::quantize_rule::role_of;
 use super::transformer::block_of;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::kl;
-use crate::checkpoint::{
-    Checkpoint, ComponentSet, Recognised, TransformerPlace, Wanted, companion, component_of_checkpoint,
-    component_of_folder, open, open_single_file,
-};
+use crate::checkpoint::{ComponentSet, Recognised, TransformerPlace, Wanted, open_single_file};
 use crate::defaults::folder_defaults;
-use crate::files::{check_pairs, checked, unsupported};
+use crate::files::{check_pairs, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::qwen3::{self, Qwen3Config};
 use crate::text::tokenizers::QwenTokenizer;
@@ -59,29 +56,14 @@ impl ZImageModel {
         let (transformer, transformer_files): (TransformerConfig, _) =
             transformer.open(base, wanted.of(TRANSFORMER))?;
         let vae = kl::Place::of(base, single, kl::Published::Flux1, transformer.in_channels)?;
-        // The text encoder may be a single file too.
-        let text_file = single
-            .filter(|_| !base.join(TEXT_ENCODER).is_dir())
-            .and_then(|file| companion(file, base, "text_encoders", "qwen_3_4b"));
-        let text = match text_file {
-            Some(_) => Qwen3Config::qwen3_4b(),
-            None => checked(&base.join("text_encoder/config.json"), Qwen3Config::check)?,
-        };
-        check_parts(base, &transformer, &text)?;
+        let text = qwen3::Place::of(base, single, Some(qwen3::Published::Qwen3_4B))?;
+        check_parts(base, &transformer, &text.config)?;
         // The encoding is the hidden states before the last layer.
-        let depth = text.num_hidden_layers - 1;
-        let shapes = |has: &dyn Fn(&str) -> bool| text.tensor_shapes(depth, has);
-        let text_files = match &text_file {
-            Some(file) => {
-                let checkpoint = Checkpoint::of_file(&open(file)?, |name| Some(name.to_owned()))?;
-                component_of_checkpoint(file, checkpoint, wanted.of(TEXT_ENCODER), shapes)?
-            }
-            None => component_of_folder(&base.join(TEXT_ENCODER), wanted.of(TEXT_ENCODER), shapes)?,
-        };
+        let depth = text.config.num_hidden_layers - 1;
         let files = [
             (TRANSFORMER, transformer_files),
             (VAE, vae.files(wanted.of(VAE))?),
-            (TEXT_ENCODER, text_files),
+            (TEXT_ENCODER, text.files(depth, wanted.of(TEXT_ENCODER))?),
         ];
         let mut components = ComponentSet::new(files, precision.dtype, wanted.formats);
         components.in_blocks(TRANSFORMER, |name| block_of(&transformer, name));
@@ -97,7 +79,7 @@ impl ZImageModel {
             tokenizer: QwenTokenizer::shared(&base.join("tokenizer"))?,
             transformer,
             vae: vae.config,
-            text,
+            text: text.config,
             depth,
         }))
     }

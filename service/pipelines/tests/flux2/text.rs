@@ -47,7 +47,7 @@ fn states(case: &Case, tensors: &ComponentTensors, attended: usize) -> Tensor {
     let config: Qwen3Config = json("flux2-tiny/text_encoder/config.json");
     let encoder = Qwen3Encoder::new(&config, AFTER[2], "text_encoder", tensors).expect("an encoder");
     let mut ids = case.ids.clone();
-    ids.resize(case.length, tokenizer().pad());
+    ids.resize(case.length, tokenizer().pad().expect("a token"));
     let states = encoder.states(&ids, attended, &AFTER, &|| false);
     states.expect("states")
 }

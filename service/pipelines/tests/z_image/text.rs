@@ -97,6 +97,25 @@ fn a_tokenizer_without_chat_tokens_is_refused() {
 }
 
 #[test]
+fn a_tokenizer_without_a_token_for_padding_encodes_what_needs_none() {
+    let from = fixtures().join("z-image-tiny/tokenizer");
+    let folder = tempfile::TempDir::new().expect("a folder");
+    for name in ["vocab.json", "merges.txt"] {
+        std::fs::copy(from.join(name), folder.path().join(name)).expect("a copy");
+    }
+    let mut config: serde_json::Value = json("z-image-tiny/tokenizer/tokenizer_config.json");
+    config["pad_token"] = "<|nothing|>".into();
+    let path = folder.path().join("tokenizer_config.json");
+    std::fs::write(path, config.to_string()).expect("a file");
+    let tokenizer = QwenTokenizer::open(folder.path()).expect("a tokenizer");
+    let case = &cases()[0];
+    let ids = tokenizer.encode_turn(&case.prompt, Thinking::Allowed, case.length);
+    assert_eq!(ids.expect("tokens"), case.ids);
+    let error = tokenizer.pad().expect_err("no such token");
+    assert!(error.to_string().contains("pad_token"), "{error}");
+}
+
+#[test]
 fn both_encoders_equal_transformers() {
     let (weights, expected) = (resident(&weights(WEIGHTS)), tensors(ANSWERS));
     let encoder = encoder(&weights);

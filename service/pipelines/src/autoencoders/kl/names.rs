@@ -11,7 +11,7 @@ pub(super) fn name_in_single_file(name: &str) -> Option<String> {
     let name = prefixes
         .find_map(|prefix| name.strip_prefix(prefix))
         .unwrap_or(name);
-    // FLUX.2's authors count these convolutions to the halves.
+    // FLUX.2's authors keep these convolutions in the encoder and the decoder.
     for half in ["encoder.quant_conv.", "decoder.post_quant_conv."] {
         if let Some((_, own)) = name.split_once('.').filter(|_| name.starts_with(half)) {
             return Some(own.to_owned());

@@ -1,6 +1,7 @@
 //! The autoencoder's part in the plan of a request: its stages, and the memory of previews.
 
 use candle_core::DType;
+use model::Memo;
 use model::plan::{names, only_value, rungs_of};
 use ops::Planned;
 use residency::Bytes;
@@ -9,7 +10,7 @@ use super::config::VaeConfig;
 use super::scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder};
 use crate::autoencoders::COMPONENT;
 use crate::checkpoint::ComponentSet;
-use crate::{Image, Medium, PreviewNeed, Request, Role, Rung, StagePlan, ValueShape};
+use crate::{Image, InitImage, Medium, PreviewNeed, Request, Role, Rung, StagePlan, ValueShape};
 
 /// Names of the stages.
 pub(crate) const ENCODE_IMAGE: &str = "encode_image";
@@ -65,6 +66,21 @@ impl Autoencoder<'_> {
             name: name.to_owned(),
             gives: names(&[gives]),
             ..self.encode_stage(image)
+        }
+    }
+
+    /// A stage that encodes a reference picture alone, once for all items of a request. It is remembered for requests with the
+    /// same picture.
+    pub(crate) fn reference_stage(&self, name: &str, gives: &str, reference: &InitImage) -> StagePlan {
+        let size = Image::of(reference.width, reference.height);
+        let read = Image {
+            references: vec![reference.clone()],
+            ..size.clone()
+        };
+        StagePlan {
+            per_item: false,
+            memo: Some(Memo::of(Request::of(Medium::Image(read), 1, 0.0, 1))),
+            ..self.encode_stage_named(name, gives, &size)
         }
     }
 

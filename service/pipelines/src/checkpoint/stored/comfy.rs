@@ -3,9 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use gpu::{
-    CheckpointFile, Int8Scales, MXFP8_BLOCK, Nvfp4Order, Rotation, Stored, WeightFormat, rows_and_columns,
-};
+use gpu::{CheckpointFile, Int8Scales, MXFP8_BLOCK, Nvfp4Order, Rotation, Stored, WeightFormat};
 use serde::Deserialize;
 
 use super::parts::Float8;
@@ -143,7 +141,7 @@ impl Checkpoint {
         let is_stored_as = |kinds: &[Stored]| match kinds.contains(&place.entry.stored) {
             true => Ok(()),
             false => Err(refused(format!(
-                "{} and stored as {:?}, where {kinds:?} is expected",
+                "{} and stored as {:?}, where {kinds:?} is expected ({SUPPORTED})",
                 quantized.format, place.entry.stored
             ))),
         };
@@ -206,7 +204,6 @@ impl Checkpoint {
 
     /// Elements of a tensor.
     fn count_of(&self, name: &str) -> Option<usize> {
-        let place = self.tensors.get(name)?;
-        Some(rows_and_columns(&place.entry.shape)).map(|(rows, columns)| rows * columns)
+        self.tensors.get(name).map(|place| place.entry.elements())
     }
 }

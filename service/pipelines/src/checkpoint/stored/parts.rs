@@ -295,7 +295,9 @@ impl Checkpoint {
         let part = |(part, range): (WeightPart, std::ops::Range<usize>)| match (format, part) {
             (_, WeightPart::Codes) if range.len() as u64 == place.entry.range.length => Ok(place.piece()),
             (_, WeightPart::Codes) => {
-                let problem = format!("tensor {name} has no {} bytes, of {format}", range.len());
+                let (has, expected) = (place.entry.range.length, range.len());
+                let problem =
+                    format!("tensor {name} has {has} bytes where {expected} are expected of {format}");
                 Err(damaged(&place.file, problem))
             }
             (WeightFormat::W4A8 { .. }, WeightPart::Table) => {

@@ -145,7 +145,7 @@ fn every_layer_is_what_its_own_program_reads_or_refused_by_name() {
 }
 
 #[test]
-fn scales_in_the_order_of_tensor_cores_are_cut_at_tiles_alone() {
+fn scales_in_the_order_of_tensor_cores_are_cut_only_at_tiles() {
     let checkpoint = checkpoint("comfy_nvfp4.safetensors").unwrap();
     let stored = checkpoint.tensor("padded.weight").unwrap();
     let pieces = |first: usize, count: usize| stored.pieces(&[Rows { first, count }]);
