@@ -144,6 +144,10 @@ def made(build: Callable[[], Any]) -> Any:
             buffer.copy_(torch.arange(buffer.shape[-1]).expand(buffer.shape))
         elif "silence" in name:
             buffer.normal_(0, 1)
+        elif name.endswith("running_mean"):
+            buffer.zero_()
+        elif name.endswith("running_var"):
+            buffer.fill_(1)
     return module
 
 

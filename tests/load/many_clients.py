@@ -37,8 +37,9 @@ DEVICE = "sim:24GiB"
 SECONDS, CLIENTS = 600.0, 200
 SHORT_S = 120.0
 """A load that is shorter says nothing about growth and shares."""
-# Milliseconds of a step of the card, and steps of a job: the card is what all of them wait for.
-MODELS = {PICTURE: ("small", 36, 4), FILM: ("video", 30, 4), TRACK: ("track", 30, 4)}
+# Of a job. The card is what all clients wait for if its steps are long enough for the machine.
+MODELS = {PICTURE: ("small", 4), FILM: ("video", 4), TRACK: ("track", 4)}
+STEP_MS = 30
 SAMPLES = 120
 # So many clients leave the processors little time for a worker: it is not taken for hung.
 PATIENT = ("queue.stall_floor=60s", "queue.stall_limit=120s", "queue.cancel_limit=60s")
@@ -61,6 +62,9 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
         help="of clients; default: %(default)s",
     )
     parser.add_argument("--device", default=DEVICE, help="default: %(default)s")
+    parser.add_argument(
+        "--step-ms", type=int, default=STEP_MS, help="a step of the card; default: %(default)s"
+    )
     parser.add_argument("--seed", default="", help="default: another one each time")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--note", default="", help="what else the machine did, for the rows")
@@ -72,12 +76,12 @@ def arguments_of(words: list[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def make_models(folder: Path) -> Path:
-    """Models of pictures, films and tracks whose steps take a few milliseconds."""
+def make_models(folder: Path, step_ms: int) -> Path:
+    """Models of pictures, films and tracks whose steps take so many milliseconds."""
     folder.mkdir(parents=True)
-    for name, (base, steps_ms, steps) in MODELS.items():
+    for name, (base, steps) in MODELS.items():
         model = json.loads((INSTANT / f"{base}.instant.json").read_text(encoding="utf-8"))
-        model |= {"name": name, "steps_ms": steps_ms}
+        model |= {"name": name, "steps_ms": step_ms}
         model["defaults"]["steps"] = steps
         (folder / f"{name}.instant.json").write_text(json.dumps(model), encoding="utf-8")
     return folder
@@ -172,6 +176,7 @@ def report_of(
     report = Report(device + (f"; {settings.note}" if settings.note else ""), "load")
     report.add("clients", settings.clients, "clients")
     report.add("time", seconds, "s")
+    report.add("a step of the card", settings.step_ms, "ms")
     for what, count in sorted(seen.done.items()):
         report.add(f"{what} done", count, "jobs")
     report.add("jobs done in a second", seen.done.total() / seconds, "jobs/s")
@@ -246,7 +251,7 @@ def main(words: list[str] | None = None) -> int:
         served = Served(
             settings.binary.resolve(),
             settings.device,
-            [make_models(work / "models")],
+            [make_models(work / "models", settings.step_ms)],
             work,
             PATIENT,
         )
