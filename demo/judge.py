@@ -74,7 +74,7 @@ LEAST_OVERLAP = 0.6
 LEAST_PURE = 0.75
 """Share of a piece's inside that must be of its colour."""
 _GRID = 40
-FORMATS = ("full", "int8", "fp8", "nf4", "nf4-double")
+FORMATS = ("full", "int8-convrot", "int8", "fp8", "nf4", "nf4-double")
 """Formats of weights that a service is asked for."""
 
 

@@ -31,7 +31,7 @@ import moored
 from service import INSTANT_MODELS, ROOT, Service
 
 ROWS_FILE = ROOT / "docs/benchmarks/service.json"
-# Written by tests/gpu/run, film_rows.py and sound_rows.py in tests/gpu, and scripts/soak.
+# Written by tests/gpu/run, film_rows.py, picture_rows.py and sound_rows.py in tests/gpu, and scripts/soak.
 CARD_ROWS_FILES = (
     ROOT / "docs/benchmarks/card.json",
     ROOT / "docs/benchmarks/quantization.json",
@@ -39,11 +39,12 @@ CARD_ROWS_FILES = (
     ROOT / "docs/benchmarks/adapters.json",
     ROOT / "docs/benchmarks/streaming.json",
     ROOT / "docs/benchmarks/film.json",
+    ROOT / "docs/benchmarks/pictures.json",
     ROOT / "docs/benchmarks/sound.json",
     ROOT / "docs/benchmarks/soak.json",
 )
 # Where a figure is to be read against another program's, the table shows what it is of that.
-WITH_RATIOS = ("speed.json", "film.json", "sound.json")
+WITH_RATIOS = ("speed.json", "film.json", "pictures.json", "sound.json")
 DOCUMENT = ROOT / "docs/BENCHMARKS.md"
 PROMPTS = ROOT / "service/cli/src/demo_prompts.txt"
 END = "<!-- end -->"

@@ -393,9 +393,8 @@ def held_bytes(name: str, rows: int, columns: int) -> int:
     }[name]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
+def write_models(folder: Path) -> None:
+    """The shipped model in all formats, as single files beside which its folder is named, and folders."""
     weights = in_bfl_names(read_safetensors(DEMO / "model" / WEIGHTS))
     for write in (
         write_ggufs,
@@ -414,6 +413,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in [path for path in folder.iterdir() if path.is_file()]:
         sidecar = file.with_suffix(".moored.json")
         sidecar.write_text(json.dumps({"base": str(DEMO / "model")}))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
     return folder
 
 

@@ -31,6 +31,8 @@ class Wanted:
     """The target as a share of diffusers' figure."""
     beside: str = ""
     """The name of that figure, if it is another."""
+    of_ours: str = ""
+    """The name of a figure of ours of which `share` is the target's share, instead of diffusers'."""
     target: float | None = None
     better: str = "lower"
 
@@ -55,6 +57,8 @@ def rows_of(
         theirs = {one["measure"]: one for one in figures if is_theirs(one)}
         for row in wanted:
             one, other = ours.get(row.measure), theirs.get(row.beside or row.measure)
+            if row.of_ours:
+                other = ours.get(row.of_ours)
             before = found.get(row.measure)
             if one is not None and (other is not None or before is None or not before["peer"]):
                 found[row.measure] = row_of(row, one, other)
@@ -79,7 +83,7 @@ def row_of(wanted: Wanted, one: Figure, other: Figure | None) -> Row:
         "better": wanted.better,
         "device": one["device"],
         "date": one["date"],
-        "peer": other["who"] if other else "",
+        "peer": wanted.of_ours or (other["who"] if other else ""),
         "peer_value": float(f"{other['figure']:.4g}") if other else None,
     }
 

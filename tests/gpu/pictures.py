@@ -44,7 +44,7 @@ from full_size import (
 
 PROMPT = "a red circle on the left of a blue square"
 SIDE = 1024
-FORMATS = ("", " fp8", " int8", " nf4")
+FORMATS = ("", " fp8", " int8-convrot", " int8", " nf4")
 STEM = "diffusion_pytorch_model"
 FEW, MANY = 2, 10
 

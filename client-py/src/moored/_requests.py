@@ -133,7 +133,7 @@ class ModelRef:
     `ResolvedModel.choice` says which and why.
     """
     formats: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """Component name -> `full`, `int8`, `fp8`, `nf4` or `nf4-double`."""
+    """Component name -> `full`, `int8-convrot`, `int8`, `fp8`, `nf4` or `nf4-double`."""
     revision: str = ""
     """Revision of a model in the hub cache; empty: the one that is there."""
     adapters: tuple[AdapterLike, ...] = ()

@@ -5,7 +5,7 @@
 //! cargo run --release -p gpu --features cuda --example staging -- [--as FORMAT] FILE.safetensors [FILE...]
 //! ```
 //!
-//! With `--as nf4` (int8, fp8, nf4-double) every matrix is quantized on its way. Rates are of what is read.
+//! With `--as nf4` (int8-convrot, int8, fp8, nf4-double) every matrix is quantized on its way. Rates are of what is read.
 
 #![allow(clippy::print_stdout)] // it prints a table
 

@@ -106,6 +106,42 @@ impl Rotation {
             .find(|rotation| rotation.group() == columns)
     }
 
+    /// The rotation by the largest groups that divide rows of so many columns.
+    fn largest(columns: usize) -> Rotation {
+        [Rotation::By256, Rotation::By64, Rotation::By16]
+            .into_iter()
+            .find(|rotation| columns.is_multiple_of(rotation.group()))
+            .unwrap_or(Rotation::None)
+    }
+
+    /// Multiplies each group by the matrix over its square root, in one pass for each factor of four: every number becomes the
+    /// sum of its four less twice the one opposite. Sums are of pairs of neighbours, as a card's lanes add them. The numbers are
+    /// whole groups.
+    pub fn turn(self, numbers: &mut [f32]) {
+        let size = self.group();
+        if size == 1 {
+            return;
+        }
+        // The square root of a power of four is a power of two: exact.
+        let factor = 1.0 / (size as f32).sqrt();
+        for group in numbers.chunks_exact_mut(size) {
+            let mut apart = 1;
+            while apart < size {
+                for first in (0..size).step_by(4 * apart) {
+                    for at in first..first + apart {
+                        let four = [0, 1, 2, 3].map(|place| group[at + place * apart]);
+                        let sum = (four[0] + four[1]) + (four[2] + four[3]);
+                        for place in 0..4 {
+                            group[at + place * apart] = sum - 2.0 * four[3 - place];
+                        }
+                    }
+                }
+                apart *= 4;
+            }
+            group.iter_mut().for_each(|number| *number *= factor);
+        }
+    }
+
     /// Columns of a group, 1 without a rotation.
     pub fn group(self) -> usize {
         match self {
@@ -235,7 +271,8 @@ impl GgufType {
 
 impl WeightFormat {
     /// Formats to which a full-precision checkpoint can be quantized at load, the most accurate first.
-    pub const MADE_AT_LOAD: [WeightFormat; 4] = [
+    pub const MADE_AT_LOAD: [WeightFormat; 5] = [
+        WeightFormat::Int8Scaled(Int8Scales::Rows, Rotation::By256),
         WeightFormat::Int8,
         WeightFormat::Fp8(Fp8Scales::Rows),
         WeightFormat::Nf4,
@@ -320,6 +357,18 @@ impl WeightFormat {
             (part, begin..end)
         };
         parts.into_iter().map(place).collect()
+    }
+
+    /// What a weight of so many columns is made at load where this format is wanted: its groups are the largest that divide its
+    /// rows.
+    #[must_use]
+    pub fn for_columns(self, columns: usize) -> WeightFormat {
+        match self {
+            WeightFormat::Int8Scaled(scales, _) => {
+                WeightFormat::Int8Scaled(scales, Rotation::largest(columns))
+            }
+            other => other,
+        }
     }
 
     /// The groups of columns that are multiplied by a Hadamard matrix after the codes are scaled.
@@ -413,7 +462,7 @@ pub fn rows_and_columns(shape: &[usize]) -> (usize, usize) {
 }
 
 impl fmt::Display for WeightFormat {
-    /// The requested name (`int8`, `fp8`, `nf4`, `nf4-double`), or the stored one (`fp8-scaled`, `Q4_K`).
+    /// The requested name (`int8-convrot`, `int8`, `fp8`, `nf4`, `nf4-double`), or the stored one (`fp8-scaled`, `Q4_K`).
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             WeightFormat::Int8 => "int8",
@@ -444,7 +493,7 @@ impl fmt::Display for WeightFormat {
 
 /// Not the name of a format that can be made at load.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{given:?} is none of int8, fp8, nf4, nf4-double")]
+#[error("{given:?} is none of int8-convrot, int8, fp8, nf4, nf4-double")]
 pub struct WeightFormatError {
     pub given: String,
 }
@@ -471,6 +520,7 @@ mod tests {
         let stored = [Fp8Scales::None, Fp8Scales::Tensor].map(WeightFormat::Fp8);
         for format in WeightFormat::MADE_AT_LOAD.into_iter().chain(stored) {
             for (rows, columns) in [(1, 1), (3, 5), (64, 64), (7, 4099), (4, 33)] {
+                let format = format.for_columns(columns);
                 let mut end = 0;
                 for (part, range) in format.layout(rows, columns) {
                     assert_eq!(range.start, end);
@@ -501,6 +551,38 @@ mod tests {
         for format in WeightFormat::MADE_AT_LOAD {
             let (rows, columns) = rows_and_columns(&shape);
             assert_eq!(format.bytes(rows, columns), format.bytes(0, 1));
+        }
+    }
+
+    #[test]
+    fn a_rotation_is_the_regular_hadamard_matrix_and_its_own_inverse() {
+        for rotation in [Rotation::By16, Rotation::By64, Rotation::By256] {
+            let size = rotation.group();
+            let mut first = vec![0.0; size];
+            first[0] = 1.0;
+            rotation.turn(&mut first);
+            // Of the Kronecker powers of four ones with minus ones on the second diagonal.
+            for (place, found) in first.iter().enumerate() {
+                let digits = std::iter::successors(Some(place), |rest| Some(rest / 4)).take(4);
+                let minus = digits.filter(|rest| rest % 4 == 3).count() % 2 == 1;
+                let one = 1.0 / (size as f32).sqrt();
+                assert_eq!(*found, if minus { -one } else { one }, "{size}: {place}");
+            }
+            let original: Vec<f32> = (0..2 * size).map(|i| (i * i % 23) as f32 - 11.0).collect();
+            let mut turned = original.clone();
+            rotation.turn(&mut turned);
+            assert_ne!(turned, original);
+            rotation.turn(&mut turned);
+            let apart = turned.iter().zip(&original).map(|(a, b)| (a - b).abs());
+            assert!(apart.fold(0.0, f32::max) < 1e-5, "{size}");
+        }
+    }
+
+    #[test]
+    fn groups_are_the_largest_that_divide_a_row() {
+        let [wanted, ..] = WeightFormat::MADE_AT_LOAD;
+        for (columns, group) in [(3072, 256), (192, 64), (48, 16), (33, 1)] {
+            assert_eq!(wanted.for_columns(columns).rotation().group(), group, "{columns}");
         }
     }
 

@@ -4,7 +4,7 @@
 //! and every card produces the same bytes. A run of numbers that shares a scale is called a unit: a row of int8 and
 //! fp8, a block of [`NF4_BLOCK`] numbers of nf4.
 
-use crate::format::{Fp8Scales, NF4_BLOCK, NF4_NESTED_BLOCK, WeightFormat, WeightPart};
+use crate::format::{Fp8Scales, Int8Scales, NF4_BLOCK, NF4_NESTED_BLOCK, Rotation, WeightFormat, WeightPart};
 
 /// The 16 values of nf4: quantiles of a normal distribution, scaled to -1..1, with an exact 0.
 ///
@@ -48,7 +48,9 @@ pub enum QuantizeError {
     #[error("a number is not finite and cannot be quantized: load the weight in full precision")]
     NotFinite,
     /// A format that can be read and not made.
-    #[error("{0} is read as it is stored and not made at load: choose one of int8, fp8, nf4, nf4-double")]
+    #[error(
+        "{0} is read as it is stored and not made at load: choose one of int8-convrot, int8, fp8, nf4, nf4-double"
+    )]
     NotMadeAtLoad(WeightFormat),
     /// The number count does not match the shape.
     #[error("{given} numbers for {rows} rows of {columns}: give as many as the shape has")]
@@ -145,7 +147,9 @@ pub fn quantize(
 /// Unit size: how many numbers share a scale, at least 1. `None` for a format that is not made at load.
 pub(crate) fn unit(format: WeightFormat, columns: usize) -> Option<usize> {
     match format {
-        WeightFormat::Int8 | WeightFormat::Fp8(Fp8Scales::Rows) => Some(columns.max(1)),
+        WeightFormat::Int8
+        | WeightFormat::Int8Scaled(Int8Scales::Rows, _)
+        | WeightFormat::Fp8(Fp8Scales::Rows) => Some(columns.max(1)),
         WeightFormat::Nf4 | WeightFormat::Nf4Double => Some(NF4_BLOCK),
         _ => None,
     }
@@ -327,6 +331,14 @@ fn make_codes_here(
                 *scale = int8_row(row, codes)?;
             }
         }
+        WeightFormat::Int8Scaled(_, rotation) => {
+            let mut turned = vec![0.0; unit];
+            for ((row, scale), codes) in units.zip(codes.chunks_mut(unit)) {
+                let turned = &mut turned[..row.len()];
+                turned.copy_from_slice(row);
+                *scale = rotated_row(turned, rotation, codes)?;
+            }
+        }
         WeightFormat::Fp8(_) => {
             for ((row, scale), codes) in units.zip(codes.chunks_mut(unit)) {
                 *scale = fp8_row(row, codes)?;
@@ -355,12 +367,25 @@ fn absmax(numbers: &[f32]) -> Result<f32, NotFinite> {
     }
 }
 
+/// At this magnitude a float has no fraction bits: the addition rounds half to even and leaves the integer in the low bits, as
+/// two's complement.
+const ROUND: f32 = (3 << 22) as f32;
+
+/// Turns the groups of a row, and returns the scale: the absolute maximum of what it becomes, over 127.
+#[inline(always)]
+fn rotated_row(row: &mut [f32], rotation: Rotation, codes: &mut [u8]) -> Result<f32, NotFinite> {
+    rotation.turn(row);
+    let scale = absmax(row)? / 127.0;
+    let divisor = if scale == 0.0 { f32::INFINITY } else { scale };
+    for (code, x) in codes.iter_mut().zip(row) {
+        *code = (*x / divisor + ROUND).to_bits() as u8;
+    }
+    Ok(scale)
+}
+
 /// Returns the scale, the absolute maximum.
 #[inline(always)]
 fn int8_row(row: &[f32], codes: &mut [u8]) -> Result<f32, NotFinite> {
-    // At this magnitude a float has no fraction bits: the addition rounds half to even and leaves the integer in the
-    // low bits, as two's complement.
-    const ROUND: f32 = (3 << 22) as f32;
     let absmax = absmax(row)?;
     let divisor = if absmax == 0.0 { 1.0 } else { absmax };
     for (code, x) in codes.iter_mut().zip(row) {

@@ -784,7 +784,7 @@ mod tests {
                     pieces: pieces(&path, bytes.len(), stored.width(), &cuts),
                     stored,
                     shape: vec![rows, columns],
-                    target: Target::Quantized(*format),
+                    target: Target::Quantized(format.for_columns(columns)),
                     block: None,
                 }).collect();
                 let files = open(&sources).unwrap();
@@ -795,6 +795,7 @@ mod tests {
                     ControlFlow::Continue(())
                 }).unwrap();
                 for (format, made) in WeightFormat::MADE_AT_LOAD.into_iter().zip(made) {
+                    let format = format.for_columns(columns);
                     let expected = quantize::quantize(format, &wide, rows, columns).unwrap();
                     prop_assert_eq!(made.bytes(), expected, "{} {:?}", format, stored);
                 }

@@ -83,7 +83,7 @@ class Quantization(google.protobuf.message.Message):
     """
     @property
     def components(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Component name (`transformer`, `text_encoder_2`, ...) to format (`full`, `int8`, `fp8`, `nf4`, `nf4-double`). What
+        """Component name (`transformer`, `text_encoder_2`, ...) to format (`full`, `int8-convrot`, `int8`, `fp8`, `nf4`, `nf4-double`). What
         is stored quantized is left so: no other format can be asked for.
         """
 

@@ -19,7 +19,7 @@ pub(crate) struct Formats {
     /// are stored; of `run`: auto]; MODEL+4-bit is the same
     #[arg(long, value_name = "PRESET", help_heading = "Weights")]
     quantization: Option<String>,
-    /// Precision of one component (full, int8, fp8, nf4, nf4-double), over the preset; may be repeated
+    /// Precision of one component (full, int8-convrot, int8, fp8, nf4, nf4-double), over the preset; may be repeated
     #[arg(long = "format", value_name = "COMPONENT=FORMAT", value_parser = component_and_format, help_heading = "Weights")]
     formats: Vec<(String, String)>,
     /// A LoRA, by its name in `moored models --adapters`, and its strength [default: 1]; may be repeated. NAME:0.8,

@@ -1,7 +1,7 @@
 //! The same model in smaller formats: the alternatives that a refusal offers before smaller pictures. Models have to be opened for
 //! that, so it is done only when a refusal is near, and outside the core; the refusal waits for the result.
 
-use gpu::{CardDescription, WeightFormat};
+use gpu::{CardDescription, Rotation, WeightFormat};
 use model::{Preset, Quantization};
 use residency::Bytes;
 
@@ -71,7 +71,11 @@ pub(super) fn open_reductions(
         return Vec::new();
     };
     let mut reductions: Vec<Reduction> = Vec::new();
-    for format in WeightFormat::MADE_AT_LOAD {
+    // Rotated int8 has the bytes of int8, which is offered.
+    let offered = WeightFormat::MADE_AT_LOAD
+        .into_iter()
+        .filter(|format| format.rotation() == Rotation::None);
+    for format in offered {
         let quantization = open.model.reduced(&entry.quantization, format);
         if quantization == entry.quantization
             || reductions.iter().any(|r| r.entry.quantization == quantization)

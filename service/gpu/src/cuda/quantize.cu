@@ -117,6 +117,65 @@ quantize_row(const T *numbers, u64 columns, float *scales, unsigned char *codes,
   }
 }
 
+// Numbers of a row that are rotated at a time: a multiple of every group.
+#define PIECE 4096u
+
+// Multiplies the groups of a piece of a row by their Hadamard matrix over its square root (`Rotation::turn`). The piece is whole
+// groups; all threads of the block take part.
+template <typename T>
+__device__ __forceinline__ void turn(const T *from, u32 count, u32 group, float *piece) {
+  for (u32 i = threadIdx.x; i < count; i += blockDim.x) piece[i] = number(from[i]);
+  u32 root = 1;
+  for (u32 apart = 1; apart < group; apart *= 4, root *= 2) {
+    __syncthreads();
+    for (u32 four = threadIdx.x; four < count / 4; four += blockDim.x) {
+      float *at = piece + four / apart * apart * 4 + four % apart;
+      const float a = at[0], b = at[apart], c = at[2 * apart], d = at[3 * apart];
+      const float sum = __fadd_rn(__fadd_rn(a, b), __fadd_rn(c, d));
+      at[0] = __fsub_rn(sum, __fmul_rn(2.0f, d));
+      at[apart] = __fsub_rn(sum, __fmul_rn(2.0f, c));
+      at[2 * apart] = __fsub_rn(sum, __fmul_rn(2.0f, b));
+      at[3 * apart] = __fsub_rn(sum, __fmul_rn(2.0f, a));
+    }
+  }
+  __syncthreads();
+  const float factor = __fdiv_rn(1.0f, (float)root);
+  for (u32 i = threadIdx.x; i < count; i += blockDim.x) piece[i] = __fmul_rn(piece[i], factor);
+  __syncthreads();
+}
+
+// A block of threads rotates the groups of one row, and quantizes it with its own scale.
+template <typename T>
+__device__ __forceinline__ void rotate_row(
+    const T *numbers, u64 columns, u32 group, float *scales, unsigned char *codes, u32 *not_finite, u32 tensor) {
+  __shared__ float piece[PIECE];
+  const T *row = numbers + blockIdx.x * columns;
+  unsigned char *to = codes + blockIdx.x * columns;
+  float absmax = 0.0f;
+  bool finite = true;
+  for (u64 first = 0; first < columns; first += PIECE) {
+    const u32 count = (u32)(columns - first < PIECE ? columns - first : PIECE);
+    turn(row + first, count, group, piece);
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
+      finite = finite && is_finite(piece[i]);
+      absmax = fmaxf(absmax, fabsf(piece[i]));
+    }
+    __syncthreads();
+  }
+  if (!finite) atomicMin(not_finite, tensor);
+  const float scale = __fdiv_rn(largest_in_block(absmax), 127.0f);
+  if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+  for (u64 first = 0; first < columns; first += PIECE) {
+    const u32 count = (u32)(columns - first < PIECE ? columns - first : PIECE);
+    turn(row + first, count, group, piece);
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
+      const float code = scale == 0.0f ? 0.0f : rintf(__fdiv_rn(piece[i], scale));
+      to[first + i] = (unsigned char)(signed char)(int)code;
+    }
+    __syncthreads();
+  }
+}
+
 // A warp quantizes one block of 64 elements: two of them and one byte per thread.
 template <typename T>
 __device__ __forceinline__ void quantize_nf4(
@@ -142,6 +201,10 @@ __device__ __forceinline__ void quantize_nf4(
   extern "C" __global__ void fp8_rows_##NAME(                                                                          \
       const T *numbers, u64 columns, float *scales, unsigned char *codes, u32 *not_finite, u32 tensor) {               \
     quantize_row<T, true>(numbers, columns, scales, codes, not_finite, tensor);                                        \
+  }                                                                                                                    \
+  extern "C" __global__ void int8_rotated_##NAME(                                                                      \
+      const T *numbers, u64 columns, u32 group, float *scales, unsigned char *codes, u32 *not_finite, u32 tensor) {    \
+    rotate_row<T>(numbers, columns, group, scales, codes, not_finite, tensor);                                         \
   }                                                                                                                    \
   extern "C" __global__ void nf4_##NAME(                                                                               \
       const T *numbers, u64 count, float *absmax, unsigned char *codes, u32 *not_finite, u32 tensor,                   \

@@ -41,6 +41,7 @@ unsafe impl<const N: usize> DeviceRepr for Table<N> {}
 #[derive(Debug)]
 pub(super) struct Kernels {
     int8_rows: OfDtypes,
+    int8_rotated: OfDtypes,
     fp8_rows: OfDtypes,
     nf4: OfDtypes,
     write_tables: CudaFunction,
@@ -330,6 +331,7 @@ impl Kernels {
         let module = context.load_module(Ptx::from_binary(KERNELS.to_vec()))?;
         Ok(Kernels {
             int8_rows: OfDtypes::new(&module, "int8_rows")?,
+            int8_rotated: OfDtypes::new(&module, "int8_rotated")?,
             fp8_rows: OfDtypes::new(&module, "fp8_rows")?,
             nf4: OfDtypes::new(&module, "nf4")?,
             write_tables: kernel(&module, "write_tables")?,
@@ -389,8 +391,13 @@ impl Kernels {
             // which the tensor and the lane's memory have space at these places.
             unsafe { launch.launch(blocks_of(blocks, THREADS)) }?;
         } else {
+            let group = match making.format {
+                WeightFormat::Int8Scaled(_, rotation) => Some(rotation.group() as u32),
+                _ => None,
+            };
             let rows = match making.format {
                 WeightFormat::Int8 => &self.int8_rows,
+                WeightFormat::Int8Scaled(..) => &self.int8_rotated,
                 _ => &self.fp8_rows,
             };
             let (columns, row) = (making.columns as u64, first / making.columns);
@@ -398,7 +405,11 @@ impl Kernels {
             let threads = making.columns.next_power_of_two().clamp(32, THREADS as usize) as u32;
             let blocks = (count / making.columns) as u32;
             let mut launch = stream.launch_builder(rows.of(making.arriving));
-            launch.arg(&at).arg(&columns).arg(&scales).arg(&codes);
+            launch.arg(&at).arg(&columns);
+            if let Some(group) = &group {
+                launch.arg(group);
+            }
+            launch.arg(&scales).arg(&codes);
             launch.arg(&lane_memory.not_finite).arg(&making.tensor);
             // SAFETY: matches the kernel's parameters; it writes a scale per row and a byte per number, for which the
             // tensor has space at these places.

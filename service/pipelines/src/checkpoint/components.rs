@@ -203,7 +203,10 @@ fn source(stored: &StoredTensor, spec: &TensorSpec, wanted: Requested) -> Result
             if numbers.is_float() || matches!(numbers, Stored::F8E4M3 | Stored::F8E5M2) =>
         {
             let target = match (role, wanted.format) {
-                (QuantizeRole::Quantized, Some(format)) => Target::Quantized(format),
+                (QuantizeRole::Quantized, Some(format)) => {
+                    let (_, columns) = gpu::rows_and_columns(shape);
+                    Target::Quantized(format.for_columns(columns))
+                }
                 _ => Target::Full(wanted.dtype),
             };
             (numbers, target)

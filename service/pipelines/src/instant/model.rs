@@ -73,7 +73,7 @@ fn component_of(adapter: &str) -> String {
 fn bytes_in(described: &DescribedComponent, format: Option<WeightFormat>) -> Bytes {
     let (numerator, denominator) = match format {
         _ if described.stored.is_some() => (1, 1),
-        Some(WeightFormat::Int8 | WeightFormat::Fp8(_)) => (1, 2),
+        Some(WeightFormat::Int8 | WeightFormat::Int8Scaled(..) | WeightFormat::Fp8(_)) => (1, 2),
         Some(WeightFormat::Nf4) => (9, 32),
         Some(WeightFormat::Nf4Double) => (2113, 8192),
         // Full precision, and what is not made at load.
