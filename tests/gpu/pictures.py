@@ -2,11 +2,12 @@
 
     python tests/gpu/pictures.py --binary moored --work FOLDER --out pictures.json
 
-It makes FLUX.2 klein 4B in full size from random numbers (16 GB), and its transformer again as single files
-in formats of other programs. It needs torch, diffusers, transformers, and what the Python client needs.
-`--models` chooses among the models, `--parts` among make, peers and steps, `--only` figures by a pattern of
-their names. One line of JSON for each figure, and all of them in the file, of which `picture_rows.py` makes
-rows. `--tiny` runs all but the single files with tiny models on the CPU.
+It makes FLUX.2 klein 4B (16 GB), SDXL (7 GB) and Qwen-Image (44 GB, its text encoder with four layers) in
+full size from random numbers, and klein's transformer again as single files in formats of other programs. It
+needs torch, diffusers, transformers, and what the Python client needs. `--models` chooses among the models,
+`--parts` among make, peers and steps, `--only` figures by a pattern of their names. One line of JSON for each
+figure, and all of them in the file, of which `picture_rows.py` makes rows. `--tiny` runs all but the single
+files with tiny models on the CPU.
 """
 
 from __future__ import annotations
@@ -54,35 +55,48 @@ class Pictures:
     """A model, and what it is measured with."""
 
     title: str
-    fixture: str
-    """A folder of a tiny pipeline of this kind."""
+    fixtures: Sequence[str]
+    """Folders that have the parts of a tiny pipeline of this kind; the first has its index."""
     denoiser: str
     """The folder of the part that denoises, which names the component."""
     classes: Mapping[str, str]
     """The class of each part."""
     configs: Mapping[str, Mapping[str, Any]]
     """What differs in full size from the fixture's configurations."""
-    text: Callable[[Mapping[str, Any]], Any] | None
-    """Makes the text encoder of a configuration."""
+    texts: Mapping[str, Callable[[Mapping[str, Any]], Any]]
+    """Makes the text encoders of configurations, by their folders."""
     inputs: Callable[[Any, int], dict[str, Any]]
     """What the pipeline gives the denoiser in a step of a square picture."""
     latents: Callable[[Any, int], tuple[int, ...]]
     """The shape of what the autoencoder of a configuration decodes to a square picture."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of requests."""
+    what: str = "step"
+    """What a step is called."""
     stored: Sequence[str] = ()
     """Formats of other programs in which the denoiser is a single file, too."""
 
     @property
     def step(self) -> str:
         """The name of its figure."""
-        return f"step, {self.title} {SIDE}x{SIDE}"
+        return f"{self.what}, {self.title} {SIDE}x{SIDE}"
 
     def config(self, part: str) -> dict[str, Any]:
         """The configuration of a part."""
-        file = FIXTURES / self.fixture / part / "config.json"
+        files = (FIXTURES / folder / part / "config.json" for folder in self.fixtures)
+        file = next(file for file in files if file.is_file())
         known: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return known if ASKED.is_tiny else known | dict(self.configs[part])
+        return known if ASKED.is_tiny else with_changes(known, self.configs[part])
+
+
+def with_changes(known: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with other values; tables in it are changed, not replaced."""
+    changed = dict(known)
+    for name, value in changes.items():
+        before = known.get(name)
+        is_table = isinstance(value, Mapping) and isinstance(before, Mapping)
+        changed[name] = with_changes(before, value) if is_table else value
+    return changed
 
 
 def draw(*shape: int) -> torch.Tensor:
@@ -112,6 +126,49 @@ def qwen3(config: Mapping[str, Any]) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**config))
 
 
+def qwen_image_inputs(config: Any, side: int) -> dict[str, Any]:
+    cells, tokens = side // 16, 512
+    return {
+        "hidden_states": draw(1, cells * cells, config.in_channels),
+        "encoder_hidden_states": draw(1, tokens, config.joint_attention_dim),
+        "encoder_hidden_states_mask": None,
+        "timestep": torch.full((1,), 0.637, device=ASKED.place, dtype=torch.bfloat16),
+        "img_shapes": [[(1, cells, cells)]],
+    }
+
+
+def qwen2_vl(config: Mapping[str, Any]) -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config))
+
+
+def sdxl_inputs(config: Any, side: int) -> dict[str, Any]:
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    size = torch.tensor([[side, side, 0, 0, side, side]] * 2, device=ASKED.place)
+    return {
+        "sample": draw(2, config.in_channels, side // 8, side // 8),
+        "timestep": torch.tensor(637.0, device=ASKED.place),
+        "encoder_hidden_states": draw(2, 77, config.cross_attention_dim),
+        "added_cond_kwargs": {
+            "text_embeds": draw(2, pooled),
+            "time_ids": size.to(torch.bfloat16),
+        },
+    }
+
+
+def clip(config: Mapping[str, Any]) -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    return CLIPTextModel(CLIPTextConfig(**config))
+
+
+def clip_with_projection(config: Mapping[str, Any]) -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    return CLIPTextModelWithProjection(CLIPTextConfig(**config))
+
+
 QWEN3_4B = {
     "hidden_size": 2560,
     "intermediate_size": 9728,
@@ -124,7 +181,7 @@ QWEN3_4B = {
 }
 KLEIN = Pictures(
     "FLUX.2 klein 4B",
-    "flux2-tiny",
+    ("flux2-tiny",),
     "transformer",
     {"transformer": "Flux2Transformer2DModel", "vae": "AutoencoderKLFlux2"},
     {
@@ -145,12 +202,94 @@ KLEIN = Pictures(
         },
         "text_encoder": QWEN3_4B,
     },
-    qwen3,
+    {"text_encoder": qwen3},
     flux2_inputs,
     lambda config, side: (1, config.latent_channels, side // 8, side // 8),
     stored=("nvfp4", "mxfp8", "int8_tensorwise"),
 )
-MODELS = {"klein-4b": KLEIN}
+QWEN_IMAGE = Pictures(
+    "Qwen-Image",
+    ("qwen-image-tiny", "qwen-vl-tiny"),
+    "transformer",
+    {"transformer": "QwenImageTransformer2DModel", "vae": "AutoencoderKLQwenImage"},
+    {
+        "transformer": {
+            "attention_head_dim": 128,
+            "axes_dims_rope": [16, 56, 56],
+            "in_channels": 64,
+            "joint_attention_dim": 3584,
+            "num_attention_heads": 24,
+            "num_layers": 60,
+            "out_channels": 16,
+        },
+        "vae": {
+            "base_dim": 96,
+            "dim_mult": [1, 2, 4, 4],
+            "latents_mean": [0.0] * 16,
+            "latents_std": [1.0] * 16,
+            "num_res_blocks": 2,
+            "z_dim": 16,
+        },
+        "text_encoder": {
+            "text_config": {
+                "hidden_size": 3584,
+                "intermediate_size": 18_944,
+                "num_attention_heads": 28,
+                "num_key_value_heads": 4,
+                "rope_parameters": {"mrope_section": [16, 24, 24], "rope_theta": 1e6},
+            },
+            "vision_config": {"out_hidden_size": 3584},
+        },
+    },
+    {"text_encoder": qwen2_vl},
+    qwen_image_inputs,
+    lambda config, side: (1, config.z_dim, 1, side // 8, side // 8),
+    # A step is one pass.
+    {"true_guidance": 1.0},
+)
+SDXL = Pictures(
+    "SDXL",
+    ("sdxl-tiny",),
+    "unet",
+    {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL"},
+    {
+        "unet": {
+            "addition_time_embed_dim": 256,
+            "attention_head_dim": [5, 10, 20],
+            "block_out_channels": [320, 640, 1280],
+            "cross_attention_dim": 2048,
+            "norm_num_groups": 32,
+            "projection_class_embeddings_input_dim": 2816,
+            "sample_size": 128,
+            "transformer_layers_per_block": [1, 2, 10],
+        },
+        "vae": {
+            "block_out_channels": [128, 256, 512, 512],
+            "layers_per_block": 2,
+            "norm_num_groups": 32,
+        },
+        "text_encoder": {
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_attention_heads": 12,
+            "num_hidden_layers": 12,
+            "projection_dim": 768,
+        },
+        "text_encoder_2": {
+            "hidden_size": 1280,
+            "intermediate_size": 5120,
+            "num_attention_heads": 20,
+            "num_hidden_layers": 32,
+            "projection_dim": 1280,
+        },
+    },
+    {"text_encoder": clip, "text_encoder_2": clip_with_projection},
+    sdxl_inputs,
+    lambda config, side: (1, config.latent_channels, side // 8, side // 8),
+    {"negative_prompt": "blurred", "true_guidance": 5.0},
+    what="step with guidance",
+)
+MODELS = {"klein-4b": KLEIN, "qwen-image": QWEN_IMAGE, "sdxl": SDXL}
 
 
 def module_of(model: Pictures, part: str) -> Any:
@@ -169,7 +308,7 @@ def make(work: Path, names: Sequence[str]) -> None:
         if not (folder / "model_index.json").is_file():
             shutil.rmtree(folder, ignore_errors=True)
             make_parts(folder, model)
-            shutil.copy(FIXTURES / model.fixture / "model_index.json", folder)
+            shutil.copy(FIXTURES / model.fixtures[0] / "model_index.json", folder)
         tell(f"make {name}", time.perf_counter() - began, "s")
         if not ASKED.is_tiny:
             for stored in model.stored:
@@ -183,18 +322,19 @@ def make_parts(folder: Path, model: Pictures) -> None:
         (folder / part / "config.json").write_text(module.to_json_string())
         del module
         free_memory()
-    if model.text is not None:
-        config = model.config("text_encoder")
-        text = made(partial(model.text, config))
-        # The same numbers as the embeddings, which files have once.
-        del text.lm_head
-        write(folder / "text_encoder", text, "model")
-        (folder / "text_encoder/config.json").write_text(text.config.to_json_string(use_diff=False))
+    for part, build in model.texts.items():
+        text = made(partial(build, model.config(part)))
+        if hasattr(text, "lm_head"):
+            # It is not read, or has the embeddings' numbers, which files have once.
+            del text.lm_head
+        write(folder / part, text, "model")
+        (folder / part / "config.json").write_text(text.config.to_json_string(use_diff=False))
         del text
         free_memory()
-    for part in (FIXTURES / model.fixture).iterdir():
-        if part.is_dir() and part.name != "expected" and not (folder / part.name).exists():
-            shutil.copytree(part, folder / part.name)
+    for fixture in model.fixtures:
+        for place in (FIXTURES / fixture).iterdir():
+            if place.is_dir() and place.name != "expected" and not (folder / place.name).exists():
+                shutil.copytree(place, folder / place.name)
 
 
 # Single files of other programs. Their weights are as large as the others' are; a step costs the same
@@ -321,17 +461,20 @@ def peers(names: Sequence[str]) -> None:
 def step_peer(model: Pictures) -> None:
     module = module_of(model, model.denoiser)
     given = model.inputs(module.config, 64 if ASKED.is_tiny else SIDE)
+    if model.denoiser == "unet":
+        module = module.to(memory_format=torch.channels_last)
     step = partial(module, **given, return_dict=False)
     eager = timed(step, 5)
     tell(f"{model.step}, eager", eager, "ms", who="diffusers eager")
     backend = "eager" if ASKED.is_tiny else "inductor"
     began = time.perf_counter()
-    if getattr(module, "_repeated_blocks", None):
-        module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=backend)
-        compiled = step
-    else:
+    if model.denoiser == "unet":
+        # Half of its work is outside of the blocks that it repeats.
         whole = torch.compile(module, dynamic=False, backend=backend)
         compiled = partial(whole, **given, return_dict=False)
+    else:
+        module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=backend)
+        compiled = step
     compiled()
     first_s = round(time.perf_counter() - began, 1)
     tell(model.step, timed(compiled, 9), "ms", who="diffusers compiled", first_s=first_s)
@@ -361,7 +504,7 @@ def picture(service: full_size.Service, name: str, steps: int, **options: Any) -
     formats = {model.denoiser: quantized} if quantized else {}
     side = 64 if ASKED.is_tiny else SIDE
     return service.client.generate_image(
-        PROMPT,
+        options.pop("prompt", PROMPT),
         model=moored.ModelRef(name, formats=formats) if formats else name,
         width=side,
         height=side,
@@ -393,7 +536,8 @@ def steps(binary: Path, work: Path, names: Sequence[str]) -> None:
             what = f"decode, {model.title} {SIDE}x{SIDE}"
             guarded(what, partial(tell_decode, what, whole))
             what = f"text, {model.title}"
-            guarded(what, partial(tell_text, what, whole))
+            other = partial(picture, service, name, 1, prompt=f"{PROMPT}, and a boat")
+            guarded(what, partial(tell_text, what, other))
 
 
 def tell_booked(service: full_size.Service, what: str) -> None:

@@ -1,5 +1,6 @@
 // Every kernel by its name.
 #include "dequantize.cuh"
+#include "digest.cuh"
 #include "euler.cuh"
 #include "fp8.cuh"
 #include "norm.cuh"

@@ -6,10 +6,10 @@ use candle_core::{CudaDevice, DType, Result, Tensor};
 use cudarc::driver::{CudaStream, DeviceRepr};
 use gpu::{Fp8Scales, QuantizedWeight, Weight, WeightFormat, WeightPart, rows_and_columns};
 
-use super::product::{At, ProductEpilogue, ProductShape, ProductTypes, WeightOrder};
+use super::product::{At, ProductEpilogue, ProductShape, ProductTypes, ResultAt, WeightOrder};
 use super::{
     ALIGNMENT, Card, THREADS, UNIT, address_of, aligned, dequantize_to_address, kernel_dtype, kernel_of,
-    place_of,
+    place_of, tensor,
 };
 use crate::linear::adapts_weight;
 use crate::place::Rows;
@@ -33,6 +33,51 @@ const REQUANTIZED: usize = 2;
 
 /// Alignment of the parts of the scratch.
 const APART: usize = 256;
+
+/// Mirrors the struct in `digest.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct DigestArguments {
+    start: u64,
+    sum: u64,
+    row_bytes: u64,
+    rows: u32,
+    words: u32,
+}
+
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for DigestArguments {}
+
+/// The bits of a product's result as one number; the stream is waited for.
+fn digest(card: &Card, device: &CudaDevice, result: &ResultAt) -> Result<u64> {
+    const BLOCKS: usize = 1024;
+    let ResultAt {
+        start,
+        row_bytes,
+        rows,
+        words,
+    } = *result;
+    let (Ok(rows), Ok(words)) = (u32::try_from(rows), u32::try_from(words)) else {
+        candle_core::bail!("a result of {rows} rows of {words} words");
+    };
+    let sum = tensor(device.alloc_zeros::<u32>(2)?, device, 2);
+    let arguments = DigestArguments {
+        start,
+        sum: address_of(&sum)?,
+        row_bytes,
+        rows,
+        words,
+    };
+    let stream = device.cuda_stream();
+    // SAFETY: the arguments have the kernel's layout; it reads the result, whose rows are as stated, and adds to one
+    // number of eight bytes, which an allocation begins with.
+    unsafe { card.launch(&stream, "digest".to_owned(), (BLOCKS, 1, 1), THREADS, &arguments)? };
+    let halves = sum.to_vec1::<u32>()?;
+    Ok(halves
+        .iter()
+        .rev()
+        .fold(0, |all, half| all << 32 | u64::from(*half)))
+}
 
 /// Whether this card multiplies this weight in fp8, with rows of this dtype or codes of them.
 pub(crate) fn multiplies_fp8(device: &CudaDevice, weight: &QuantizedWeight, dtype: DType) -> Result<bool> {
@@ -849,10 +894,12 @@ impl Layer<'_> {
             },
             ..*at
         };
+        let shape = ProductShape { finish, ..*shape };
+        let digest = |result: &ResultAt| digest(self.card, self.device, result);
         let mut products = self.card.products.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the addresses are those of tensors that the caller keeps for the duration of the call, or of its
         // scratch, and the shape was derived from them.
-        let multiplied = unsafe { products.multiply(&ProductShape { finish, ..*shape }, &at, self.stream) };
+        let multiplied = unsafe { products.multiply(&shape, &at, self.stream, &digest) };
         products.write_soon(&self.card.products);
         multiplied
     }

@@ -1,6 +1,10 @@
 //! Matrix products with a weight through cuBLASLt: full precision, and native fp8 (compute capability 8.9 and later).
 //! The result is written directly to its destination, with bias and GELU in the epilogue.
 //!
+//! cuBLASLt names several algorithms for a product, and not always the fastest first. Of large products those whose
+//! result equals the first one's bit for bit are timed at the first use, and the fastest is written down for later
+//! processes: which one it is changes no result.
+//!
 //! In fp8 each row of `x` is quantized by its absolute maximum, so that the result is within a few hundredths of the
 //! product with the dequantized weight: `x` loses precision to four significant bits. Accumulation is in f32, on
 //! Hopper with slightly less precision (`FAST_ACCUM`).
@@ -20,6 +24,7 @@ use cudarc::driver::{CudaContext, CudaStream};
 use super::code::Recorder;
 use crate::cudnn::Folder;
 
+use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT as TIMING;
 use sys::cublasLtMatmulDescAttributes_t as Attribute;
 use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
 use sys::cublasLtMatrixLayoutAttribute_t as LayoutAttribute;
@@ -29,6 +34,18 @@ const REMEMBERED: usize = 4096;
 
 /// Capacity of the on-disk list of recent products: some models in some sizes.
 const KEPT: usize = 96;
+
+/// Algorithms of a product that are timed, at most.
+const CANDIDATES: usize = 8;
+
+/// Operations from which on algorithms are timed: some 0.1 ms of a Hopper card.
+const TIMED_FROM: usize = 50_000_000_000;
+
+/// Runs of an algorithm that are timed together, after one that is not.
+const TIMED_RUNS: u32 = 3;
+
+/// An algorithm takes the first one's place if it takes at most this share of its time: less is noise.
+const FASTER: f32 = 0.98;
 
 /// Delay before the list is written, to batch further products.
 const KEPT_AFTER: Duration = Duration::from_millis(50);
@@ -123,6 +140,28 @@ impl ProductShape {
         }
     }
 
+    /// Whether it is worth to time the algorithms of this product, and their results can be compared.
+    fn is_timed(&self, at: &At) -> bool {
+        let operations = 2 * self.tokens * self.inputs * self.outputs;
+        let size = size_of_type(self.numbers.types().1);
+        // The result is compared in words of four bytes, and must not be an operand.
+        let is_in_words = (self.outputs * size).is_multiple_of(4)
+            && (self.out_row * size).is_multiple_of(4)
+            && at.out.is_multiple_of(4);
+        self.batch == 1 && operations >= TIMED_FROM && is_in_words && at.added != Some(at.out)
+    }
+
+    /// Where its result is, for the kernel that compares results.
+    pub(super) fn result_at(&self, at: &At) -> ResultAt {
+        let size = size_of_type(self.numbers.types().1);
+        ResultAt {
+            start: at.out,
+            row_bytes: (self.out_row * size) as u64,
+            rows: self.tokens,
+            words: self.outputs * size / 4,
+        }
+    }
+
     /// All dimensions and strides, in the order of the fields.
     fn sides(&self) -> [usize; 11] {
         let ProductShape {
@@ -204,6 +243,16 @@ pub(super) struct At {
     pub(super) workspace: (u64, usize),
 }
 
+/// The rows of a result on the card.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct ResultAt {
+    pub(super) start: u64,
+    pub(super) row_bytes: u64,
+    pub(super) rows: usize,
+    /// Words of four bytes in a row.
+    pub(super) words: usize,
+}
+
 /// Key of a plan: the product, and the alignments of the weight, `x` and the result, in bytes.
 type Key = (ProductShape, [u32; 3]);
 
@@ -216,6 +265,8 @@ pub(super) struct Products {
     folder: Option<(Folder, String)>,
     /// Products in the on-disk list, written or not yet.
     kept: VecDeque<Key>,
+    /// The algorithms that were the fastest, by their places in cuBLASLt's list.
+    fastest: HashMap<Key, usize>,
     /// Whether there are products that are not written yet.
     has_further: bool,
     /// Whether a thread is about to write them.
@@ -242,6 +293,7 @@ impl Products {
             plans: HashMap::new(),
             folder: Folder::of_process().map(|folder| (folder, key)),
             kept: VecDeque::new(),
+            fastest: HashMap::new(),
             has_further: false,
             has_writer: false,
         })
@@ -251,7 +303,10 @@ impl Products {
     pub(super) fn of_before(&mut self) -> Vec<Key> {
         let text = self.folder.as_ref().and_then(|(folder, key)| folder.read(key));
         let text = String::from_utf8(text.unwrap_or_default()).unwrap_or_default();
-        let keys: Vec<Key> = text.lines().filter_map(of_line).take(KEPT).collect();
+        let lines: Vec<(Key, Option<usize>)> = text.lines().filter_map(of_line).take(KEPT).collect();
+        let known = lines.iter().filter_map(|(key, place)| Some((*key, (*place)?)));
+        self.fastest.extend(known);
+        let keys: Vec<Key> = lines.into_iter().map(|(key, _)| key).collect();
         let new = keys.iter().filter(|key| !self.kept.contains(key));
         self.kept = new.copied().chain(self.kept.iter().copied()).collect();
         keys
@@ -292,7 +347,7 @@ impl Products {
         };
         let mut outcome = Ok(());
         // SAFETY: the work is captured, and never runs.
-        let queue = || outcome = unsafe { plan.queue(&at, recorder.stream()) };
+        let queue = || outcome = unsafe { plan.queue(plan.chosen, &at, recorder.stream()) };
         recorder.load_queued(queue).w()?;
         outcome
     }
@@ -309,7 +364,8 @@ impl Products {
             let (folder, text) = {
                 let mut products = this.lock().unwrap_or_else(PoisonError::into_inner);
                 (products.has_further, products.has_writer) = (false, false);
-                let lines: Vec<String> = products.kept.iter().map(line_of).collect();
+                let line = |key| line_of(key, products.fastest.get(key).copied());
+                let lines: Vec<String> = products.kept.iter().map(line).collect();
                 (products.folder.clone(), lines.join("\n"))
             };
             if let Some((folder, key)) = folder {
@@ -323,19 +379,24 @@ impl Products {
     }
 
     /// The plan of a product, made at its first use; `None` if cuBLASLt has no algorithm.
-    fn plan(&mut self, key: &Key, at: &At) -> Result<Option<&ProductPlan>> {
+    fn plan(&mut self, key: &Key, at: &At) -> Result<Option<&mut ProductPlan>> {
         if !self.plans.contains_key(key) {
             if self.plans.len() >= REMEMBERED {
                 self.plans.clear();
             }
             let (shape, alignments) = key;
-            let plan = ProductPlan::new(self.handle, shape, *alignments, at).map_err(failed)?;
+            let mut plan = ProductPlan::new(self.handle, shape, *alignments, at).map_err(failed)?;
+            if let (Some(plan), Some(&place)) = (&mut plan, self.fastest.get(key)) {
+                plan.chosen = place.min(plan.algorithms.len() - 1);
+                plan.is_timed = true;
+            }
             self.plans.insert(*key, plan);
         }
-        Ok(self.plans.get(key).and_then(Option::as_ref))
+        Ok(self.plans.get_mut(key).and_then(Option::as_mut))
     }
 
-    /// Enqueues a product. Returns `false` if cuBLASLt has no algorithm for it; nothing is done then.
+    /// Enqueues a product. Returns `false` if cuBLASLt has no algorithm for it; nothing is done then. At the first use of a
+    /// large product its algorithms are timed; `digest` is of the bits of the result at that point of the stream.
     ///
     /// # Safety
     /// The addresses are on the card of the stream, and point to operands of this shape.
@@ -344,6 +405,7 @@ impl Products {
         shape: &ProductShape,
         at: &At,
         stream: &CudaStream,
+        digest: &dyn Fn(&ResultAt) -> Result<u64>,
     ) -> Result<bool> {
         let (operands, result) = shape.numbers.types();
         let align = |address: u64, strides: [usize; 2], size: usize| {
@@ -383,8 +445,17 @@ impl Products {
         let Some(plan) = self.plan(&key, at)? else {
             return Ok(false);
         };
+        let timed = (!plan.is_timed && plan.algorithms.len() > 1 && shape.is_timed(at)).then(|| {
+            // SAFETY: the plan describes the operands, as the caller promises; the result is no operand.
+            unsafe { plan.time(at, stream, &|| digest(&shape.result_at(at))) }
+        });
+        let timed = timed.transpose()?;
         // SAFETY: the plan describes the operands, as the caller promises.
-        unsafe { plan.queue(at, stream) }?;
+        unsafe { plan.queue(plan.chosen, at, stream) }?;
+        if let Some(fastest) = timed {
+            self.fastest.insert(key, fastest);
+            self.has_further = true;
+        }
         Ok(true)
     }
 }
@@ -398,7 +469,12 @@ struct ProductPlan {
     x: sys::cublasLtMatrixLayout_t,
     added: sys::cublasLtMatrixLayout_t,
     out: sys::cublasLtMatrixLayout_t,
-    algorithm: sys::cublasLtMatmulAlgo_t,
+    /// In cuBLASLt's order, at least one.
+    algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
+    /// The place of the one that is used.
+    chosen: usize,
+    /// Whether that is known to be the fastest.
+    is_timed: bool,
 }
 
 impl ProductPlan {
@@ -418,7 +494,9 @@ impl ProductPlan {
             x: ptr::null_mut(),
             added: ptr::null_mut(),
             out: ptr::null_mut(),
-            algorithm: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
+            algorithms: Vec::new(),
+            chosen: 0,
+            is_timed: false,
         };
         plan.product = result::create_matmul_desc(
             sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
@@ -485,18 +563,16 @@ impl ProductPlan {
                 }
             }
         }
-        let chosen = plan.choose(alignments, at.workspace.1)?;
-        Ok(chosen.map(|algorithm| {
-            plan.algorithm = algorithm;
-            plan
-        }))
+        plan.algorithms = plan.candidates(alignments, at.workspace.1)?;
+        Ok((!plan.algorithms.is_empty()).then_some(plan))
     }
 
-    fn choose(
+    /// The algorithms that cuBLASLt names, the one first that it takes for the fastest.
+    fn candidates(
         &self,
         [weight, x, out]: [u32; 3],
         workspace: usize,
-    ) -> std::result::Result<Option<sys::cublasLtMatmulAlgo_t>, CublasError> {
+    ) -> std::result::Result<Vec<sys::cublasLtMatmulAlgo_t>, CublasError> {
         let preference = OwnPreference(result::create_matmul_pref()?);
         // SAFETY: the preference is alive; the attributes are of these types.
         unsafe {
@@ -520,9 +596,17 @@ impl ProductPlan {
                 )?;
             }
         }
-        // SAFETY: the handle, the plan and the preference are alive.
-        let found = unsafe {
-            result::get_matmul_algo_heuristic(
+        let none = sys::cublasLtMatmulHeuristicResult_t {
+            algo: sys::cublasLtMatmulAlgo_t { data: [0; 8] },
+            workspaceSize: 0,
+            state: sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED,
+            wavesCount: 0.0,
+            reserved: [0; 4],
+        };
+        let (mut found, mut count) = ([none; CANDIDATES], 0);
+        // SAFETY: the handle, the plan and the preference are alive; the list has space for as many as are asked for.
+        let asked = unsafe {
+            sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
                 self.product,
                 self.weight,
@@ -530,21 +614,66 @@ impl ProductPlan {
                 self.added,
                 self.out,
                 preference.0,
+                CANDIDATES as i32,
+                found.as_mut_ptr(),
+                &raw mut count,
             )
         };
-        match found {
-            Ok(found) => Ok(Some(found.algo)),
-            Err(error) if is_unsupported(error) => Ok(None),
-            Err(error) => Err(error),
+        match asked.result() {
+            Ok(()) => {}
+            Err(error) if is_unsupported(error) => return Ok(Vec::new()),
+            Err(error) => return Err(error),
         }
+        let usable = found[..usize::try_from(count).unwrap_or(0).min(CANDIDATES)].iter();
+        let usable = usable.filter(|one| one.state.result().is_ok());
+        Ok(usable.map(|one| one.algo).collect())
     }
 
-    /// Enqueues the product.
+    /// Times the algorithms whose result has the bits of the first one's, and chooses the fastest. Returns its place. The
+    /// stream is waited for.
+    ///
+    /// # Safety
+    /// As for [`ProductPlan::queue`]; the stream is not capturing, and the result is no operand.
+    unsafe fn time(
+        &mut self,
+        at: &At,
+        stream: &CudaStream,
+        digest: &dyn Fn() -> Result<u64>,
+    ) -> Result<usize> {
+        let mut first: Option<(u64, f32)> = None;
+        let (mut fastest, mut least) = (0, f32::INFINITY);
+        for place in 0..self.algorithms.len() {
+            // SAFETY: the caller's obligation. An algorithm that does not take these operands is refused, not run.
+            let is_run = unsafe { self.queue(place, at, stream) };
+            if place > 0 && is_run.is_err() {
+                continue;
+            }
+            is_run?;
+            let bits = digest()?;
+            let is_equal = first.is_none_or(|(of_first, _)| of_first == bits);
+            let begin = stream.record_event(Some(TIMING)).w()?;
+            for _ in 0..TIMED_RUNS {
+                // SAFETY: as before.
+                unsafe { self.queue(place, at, stream) }?;
+            }
+            let end = stream.record_event(Some(TIMING)).w()?;
+            let ms = begin.elapsed_ms(&end).w()? / TIMED_RUNS as f32;
+            let (_, of_first) = *first.get_or_insert((bits, ms));
+            tracing::debug!(place, ms, of_first, is_equal, "an algorithm was timed");
+            if is_equal && ms < least && (place == 0 || ms <= FASTER * of_first) {
+                (fastest, least) = (place, ms);
+            }
+        }
+        (self.chosen, self.is_timed) = (fastest, true);
+        Ok(fastest)
+    }
+
+    /// Enqueues the product, by the algorithm at a place.
     ///
     /// # Safety
     /// The addresses point to operands of the shape that the plan was made for, on the card of the stream; or the
     /// stream is capturing.
-    unsafe fn queue(&self, at: &At, stream: &CudaStream) -> Result<()> {
+    unsafe fn queue(&self, place: usize, at: &At, stream: &CudaStream) -> Result<()> {
         self.point_at(at).map_err(failed)?;
         let (alpha, beta) = (at.factor, f32::from(u8::from(at.added.is_some())));
         // SAFETY: the plan describes the operands, as the caller promises; the workspace is as large as the algorithm
@@ -563,7 +692,7 @@ impl ProductPlan {
                 self.added,
                 at.out as *mut c_void,
                 self.out,
-                &raw const self.algorithm,
+                &raw const self.algorithms[place],
                 at.workspace.0 as *mut c_void,
                 at.workspace.1,
                 stream.cu_stream().cast(),
@@ -614,8 +743,9 @@ impl Drop for ProductPlan {
     }
 }
 
-/// Serializes a product for the on-disk list: sides and strides, order of the weight, dtypes, epilogue, and alignments.
-fn line_of((shape, alignments): &Key) -> String {
+/// Serializes a product for the on-disk list: sides and strides, order of the weight, dtypes, epilogue, alignments, and the
+/// number of the fastest algorithm from one on, 0 where none was timed.
+fn line_of((shape, alignments): &Key, fastest: Option<usize>) -> String {
     let numbers = shape.sides().into_iter().map(|side| side.to_string());
     let kinds = [
         ORDERS.iter().position(|order| *order == shape.weight_order),
@@ -629,12 +759,13 @@ fn line_of((shape, alignments): &Key) -> String {
     numbers
         .chain(kinds)
         .chain(alignments)
+        .chain([fastest.map_or(0, |place| place + 1).to_string()])
         .collect::<Vec<_>>()
         .join(" ")
 }
 
 /// Parses a line of [`line_of`]; `None` if it is malformed.
-fn of_line(line: &str) -> Option<Key> {
+fn of_line(line: &str) -> Option<(Key, Option<usize>)> {
     let numbers: Vec<usize> = line
         .split(' ')
         .map(|word| word.parse().ok())
@@ -655,6 +786,7 @@ fn of_line(line: &str) -> Option<Key> {
         kind,
         finish,
         alignments @ ..,
+        fastest,
     ] = numbers.as_slice()
     else {
         return None;
@@ -679,7 +811,8 @@ fn of_line(line: &str) -> Option<Key> {
         numbers: *KINDS.get(*kind)?,
         finish: *FINISHES.get(*finish)?,
     };
-    Some((shape, alignments.try_into().ok()?))
+    let fastest = (*fastest <= CANDIDATES).then_some(fastest.checked_sub(1))?;
+    Some(((shape, alignments.try_into().ok()?), fastest))
 }
 
 struct OwnPreference(sys::cublasLtMatmulPreference_t);
@@ -738,7 +871,9 @@ mod tests {
                     finish,
                 };
                 let key = (shape, [16, 32, 256]);
-                assert_eq!(of_line(&line_of(&key)), Some(key));
+                for fastest in [None, Some(0), Some(CANDIDATES - 1)] {
+                    assert_eq!(of_line(&line_of(&key, fastest)), Some((key, fastest)));
+                }
             }
         }
     }
@@ -748,13 +883,14 @@ mod tests {
         for line in [
             "",
             "1 2 3",
-            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32",
-            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32 256 1",
-            "1 2 3 4 5 6 7 8 9 10 11 0 7 0 16 32 256",
-            "1 2 3 4 5 6 7 8 9 10 11 2 0 0 16 32 256",
-            "1 2 3 4 5 6 7 8 9 10 11 0 0 4 16 32 256",
-            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32 -256",
-            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32 4294967296",
+            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32 256",
+            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32 256 1 1",
+            "1 2 3 4 5 6 7 8 9 10 11 0 7 0 16 32 256 1",
+            "1 2 3 4 5 6 7 8 9 10 11 2 0 0 16 32 256 1",
+            "1 2 3 4 5 6 7 8 9 10 11 0 0 4 16 32 256 1",
+            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32 -256 1",
+            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32 4294967296 1",
+            "1 2 3 4 5 6 7 8 9 10 11 0 0 0 16 32 256 9",
         ] {
             assert_eq!(of_line(line), None, "{line}");
         }
