@@ -10,7 +10,7 @@ use super::scratch::Chunking;
 use super::stream::Stream;
 use super::table::{self, Layer};
 use super::tensors::Tensors;
-use crate::autoencoders::convolution::Convolution;
+use crate::maps::Convolution;
 use crate::autoencoders::source::{TensorSource, device_of, dtype_of_maps, unsupported};
 
 const FIRST: &str = "decoder.conv_in.bias";

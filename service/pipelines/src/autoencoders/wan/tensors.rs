@@ -6,7 +6,7 @@ use ops::{ChannelNorm, Enlarge, MapReading, Mask, Onto, Pad, Steps};
 
 use super::arithmetic::{Arithmetic, Blocks, Outcome, Reading, Sides};
 use super::table::Source;
-use crate::autoencoders::convolution::Convolution;
+use crate::maps::Convolution;
 use crate::autoencoders::pass::StripSize;
 use crate::autoencoders::source::TensorSource;
 
@@ -108,7 +108,7 @@ impl Arithmetic for Tensors<'_> {
     }
 
     fn convolve(&self, layer: &Convolution, map: &Tensor, steps: &Steps, out: &Tensor) -> Outcome<()> {
-        let filter = layer.frames_first(self.dtype)?;
+        let filter = layer.filter(self.dtype)?;
         Ok(ops::convolve(
             map,
             &filter,
