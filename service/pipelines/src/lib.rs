@@ -23,6 +23,7 @@ pub mod ovi;
 mod resident;
 pub mod rotary;
 mod rounds;
+pub mod samplers;
 mod sampling;
 mod sinusoids;
 pub mod sdxl;
@@ -48,6 +49,7 @@ pub fn families() -> FamilyList {
         Box::new(flux2::Flux2),
         Box::new(flux::Flux),
         Box::new(z_image::ZImage),
+        Box::new(sdxl::Sdxl),
         Box::new(hunyuan::Hunyuan),
         Box::new(ovi::Ovi),
         Box::new(wan::Wan),

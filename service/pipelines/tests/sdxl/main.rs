@@ -2,9 +2,15 @@
 
 #![allow(clippy::expect_used)] // What tests share is outside of them.
 
+mod checkpoints;
 mod components;
 #[path = "../../../ops/tests/device/mod.rs"]
 mod device;
+mod given;
 mod mutations;
 #[path = "../numbers/mod.rs"]
 mod numbers;
+#[path = "../open_model/mod.rs"]
+mod open_model;
+mod pictures;
+mod text;
