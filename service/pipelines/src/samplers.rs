@@ -284,7 +284,8 @@ impl NoiseConfig {
             }
             Spacing::Trailing => {
                 let apart = TIMES as f64 / steps as f64;
-                let times = (0..steps).map(|step| (TIMES as f64 - step as f64 * apart).round_ties_even() - 1.0);
+                let times =
+                    (0..steps).map(|step| (TIMES as f64 - step as f64 * apart).round_ties_even() - 1.0);
                 times.collect()
             }
         }
@@ -476,7 +477,9 @@ impl Sampled {
     /// The picture that a prediction is of.
     fn clean_of(&self, step: usize, prediction: &Tensor) -> candle_core::Result<Tensor> {
         let Schedule {
-            sigmas, prediction: kind, ..
+            sigmas,
+            prediction: kind,
+            ..
         } = &self.schedule;
         let sigma = sigmas[step];
         let scale = (sigma * sigma + 1.0).sqrt();
@@ -567,8 +570,14 @@ mod tests {
             for steps in [1, 2, 3, 15, 200] {
                 let Schedule { times, sigmas, .. } = leading.schedule(steps, Some(sampler));
                 assert_eq!((times.len(), sigmas.len()), (steps as usize, steps as usize + 1));
-                assert!(sigmas.windows(2).all(|pair| pair[0] > pair[1]), "{sampler} {sigmas:?}");
-                assert!(times.iter().all(|time| (0.0..=1000.0).contains(time)), "{times:?}");
+                assert!(
+                    sigmas.windows(2).all(|pair| pair[0] > pair[1]),
+                    "{sampler} {sigmas:?}"
+                );
+                assert!(
+                    times.iter().all(|time| (0.0..=1000.0).contains(time)),
+                    "{times:?}"
+                );
             }
         }
     }

@@ -4,7 +4,9 @@
 use candle_core::{Result, Tensor};
 use gpu::{BlockPlace, MissingTensor, WeightStream};
 use model::StageError;
-use ops::{Epilogue, Mask, Nonlinearity, Scratch, add_residual, linears_into, norm_modulate, residual_norm_modulate};
+use ops::{
+    Epilogue, Mask, Nonlinearity, Scratch, add_residual, linears_into, norm_modulate, residual_norm_modulate,
+};
 
 use super::resnet::{After, group_norm, normalized};
 use crate::adapters::AdaptedTensors;
@@ -149,7 +151,8 @@ impl AttentionLayer {
         residual_norm_modulate(sum, &branch, None, self.norm2.as_norm(), None, normed)?;
 
         let text = &self.text;
-        text.query.forward_into(normed, Epilogue::None, &branch, scratch)?;
+        text.query
+            .forward_into(normed, Epilogue::None, &branch, scratch)?;
         let [key, value] = [0, 1].map(|i| of_text.narrow(1, i * channels, channels));
         let (key, value) = (key?, value?);
         let layers = [text.key.to(&key)?, text.value.to(&value)?];
@@ -192,7 +195,8 @@ impl Attention {
         groups: usize,
     ) -> Found<Attention> {
         let square = |part: &str| Linear::new(tensors, &format!("{name}.{part}"), channels, channels);
-        let layer = |i| AttentionLayer::new(tensors, &format!("{name}.transformer_blocks.{i}"), channels, text);
+        let layer =
+            |i| AttentionLayer::new(tensors, &format!("{name}.transformer_blocks.{i}"), channels, text);
         Ok(Attention {
             norm: group_norm(
                 tensors,

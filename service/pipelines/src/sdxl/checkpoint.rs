@@ -19,9 +19,7 @@ use super::layout::{NAMES, layout};
 use super::model::{FAMILY_TITLE, TEXT_ENCODER, TEXT_ENCODER_2, UNET};
 use crate::ModelError;
 use crate::autoencoders::kl::name_in_single_file;
-use crate::checkpoint::{
-    Checkpoint, Marks, Naming, Shapes, TensorSpec, TransformerFiles, sidecar_of, whole,
-};
+use crate::checkpoint::{Checkpoint, Marks, Naming, Shapes, TensorSpec, TransformerFiles, sidecar_of, whole};
 use crate::files::read_json;
 use crate::samplers::{NoiseConfig, Prediction, Spacing};
 use crate::text::clip::{ClipConfig, TRANSPOSED_PROJECTION};
@@ -115,7 +113,10 @@ pub(super) struct SingleFile<'a> {
 }
 
 /// Prefixes of the names of the text encoders in a single file.
-const CLIP_L: [&str; 2] = ["conditioner.embedders.0.transformer.", "text_encoders.clip_l.transformer."];
+const CLIP_L: [&str; 2] = [
+    "conditioner.embedders.0.transformer.",
+    "text_encoders.clip_l.transformer.",
+];
 const BIG_G: [&str; 1] = ["conditioner.embedders.1.model."];
 
 /// Prefixes of the names of the autoencoder.
@@ -140,9 +141,7 @@ impl<'a> SingleFile<'a> {
             bare.and_then(&rename)
         };
         let is_there = self.file.tensors().any(|(name, _)| own(name).is_some());
-        is_there
-            .then(|| Checkpoint::of_file(self.file, own))
-            .transpose()
+        is_there.then(|| Checkpoint::of_file(self.file, own)).transpose()
     }
 
     /// The place of its parts, for messages.

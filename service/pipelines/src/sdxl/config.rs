@@ -211,7 +211,10 @@ impl UnetConfig {
             ("act_fn", self.act_fn != "silu"),
             ("flip_sin_to_cos", !self.flip_sin_to_cos),
             ("freq_shift", self.freq_shift != 0.0),
-            ("resnet_time_scale_shift", self.resnet_time_scale_shift != "default"),
+            (
+                "resnet_time_scale_shift",
+                self.resnet_time_scale_shift != "default",
+            ),
             ("time_embedding_type", self.time_embedding_type != "positional"),
             ("time_cond_proj_dim", self.time_cond_proj_dim.is_some()),
             ("class_embed_type", self.class_embed_type.is_some()),
@@ -232,7 +235,9 @@ impl UnetConfig {
             ),
         ];
         match settings.into_iter().find(|(_, differs)| *differs) {
-            Some((name, _)) => Err(format!("its UNet differs from SDXL's in {name}, which is not supported")),
+            Some((name, _)) => Err(format!(
+                "its UNet differs from SDXL's in {name}, which is not supported"
+            )),
             None => Ok(()),
         }
     }
@@ -273,7 +278,10 @@ impl UnetConfig {
                 .all(|kind| known(kind, ["UpBlock2D", "CrossAttnUpBlock2D"]));
         let fits = self.transformer_layers_per_block.fits(levels)
             && self.attention_head_dim.fits(levels)
-            && self.num_attention_heads.as_ref().is_none_or(|heads| heads.fits(levels));
+            && self
+                .num_attention_heads
+                .as_ref()
+                .is_none_or(|heads| heads.fits(levels));
         if levels == 0 || !is_known || up != down || self.down_block_types.len() != levels || !fits {
             return Err(format!(
                 "resolutions of {:?} down and {:?} up, for {levels} widths; as many of each as widths are supported, with attention \

@@ -17,8 +17,8 @@ use crate::adapters::{AdapterFile, AdapterSet, TargetComponent, UsedAs};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::checkpoint::whole;
-use crate::sampling::{Denoiser, Prompts};
 use crate::samplers::NoiseConfig;
+use crate::sampling::{Denoiser, Prompts};
 use crate::stage::Stage;
 use crate::start::is_from_latent;
 use crate::text::clip::ClipConfig;
@@ -114,8 +114,7 @@ pub(super) fn problems(request: &Request) -> Vec<RequestError> {
         );
         problems.push(RequestError::new("guidance", problem));
     }
-    let leaves_none =
-        request.steps > 0 && first_whole_step(request.steps, request.strength) >= request.steps;
+    let leaves_none = request.steps > 0 && first_whole_step(request.steps, request.strength) >= request.steps;
     if is_from_latent(request) && leaves_none && !is_named(&problems, "strength") {
         let problem = format!(
             "is {}; of {} steps that leaves none",
@@ -156,12 +155,7 @@ impl SdxlModel {
         let targets = [
             TargetComponent::denoiser(UNET, &layout(&self.unet), NAMES, ""),
             TargetComponent::text_encoder(TEXT_ENCODER, &CLIP_L, &specs(0, TEXT_ENCODER), "text_model."),
-            TargetComponent::text_encoder(
-                TEXT_ENCODER_2,
-                &BIG_G,
-                &specs(1, TEXT_ENCODER_2),
-                "text_model.",
-            ),
+            TargetComponent::text_encoder(TEXT_ENCODER_2, &BIG_G, &specs(1, TEXT_ENCODER_2), "text_model."),
         ];
         let mut adapted = self.clone();
         adapted.adapters = AdapterSet::open(files, FAMILY_TITLE, &targets, &mut adapted.parts)?;
@@ -338,7 +332,9 @@ impl SdxlModel {
         let rungs: Vec<Rung> = rungs.collect();
         let items = ways.first().map_or(1, |way| way.items());
         let beside = self.adapters.beside(&[UNET], &request.adapters, UsedAs::Steps);
-        let latent = self.reads_start(request).then(|| self.autoencoder().latent(image));
+        let latent = self
+            .reads_start(request)
+            .then(|| self.autoencoder().latent(image));
         let masked = self.unet.takes_mask().then(|| {
             let shape = self.autoencoder().latent(image).shape;
             ValueShape::new(MASKED, shape)
@@ -377,7 +373,12 @@ impl SdxlModel {
         let ways = ways(request);
         let of_each = self
             .adapters
-            .rungs(UNET, &request.adapters, residency::Bytes::ZERO, self.parts.dtype())
+            .rungs(
+                UNET,
+                &request.adapters,
+                residency::Bytes::ZERO,
+                self.parts.dtype(),
+            )
             .len();
         let way = ways.get(rung / of_each.max(1)).or(ways.last());
         way.copied().unwrap_or(Way::OneByOne)

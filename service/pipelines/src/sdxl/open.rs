@@ -88,7 +88,8 @@ impl SdxlModel {
         let base = base.as_path();
         let index: PipelineConfig = read_json(&base.join("model_index.json"))?;
         if index.requires_aesthetics_score {
-            let problem = "it is the refiner of Stable Diffusion XL, which does not run here: the base model does";
+            let problem =
+                "it is the refiner of Stable Diffusion XL, which does not run here: the base model does";
             return Err(unsupported(base, problem));
         }
         let single = match (&transformer, file) {
@@ -101,7 +102,11 @@ impl SdxlModel {
         let mut encoders = TEXT_ENCODERS
             .into_iter()
             .map(|name| open_text_encoder(name, base, single.as_ref(), &wanted));
-        let mut next = || encoders.next().unwrap_or_else(|| Err(unsupported(base, "it has no text encoder")));
+        let mut next = || {
+            encoders
+                .next()
+                .unwrap_or_else(|| Err(unsupported(base, "it has no text encoder")))
+        };
         let ((clip, clip_files), (big, big_files)) = (next()?, next()?);
         let pairs = [
             ("the VAE's latent channels", vae.latent_channels, LATENT_CHANNELS),

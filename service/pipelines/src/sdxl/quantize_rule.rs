@@ -45,7 +45,10 @@ mod tests {
         for (name, shape) in config.tensor_shapes() {
             let role = of_unet(&name);
             if role == QuantizeRole::Quantized {
-                assert!(shape.len() == 2 && name.contains(".attn") || name.contains(".ff."), "{name}");
+                assert!(
+                    shape.len() == 2 && name.contains(".attn") || name.contains(".ff."),
+                    "{name}"
+                );
             }
             numbers[usize::from(role == QuantizeRole::Quantized)] += shape.iter().product::<usize>();
         }

@@ -88,11 +88,7 @@ pub(super) fn convolved(map: &Tensor, by: &Convolution, steps: &Steps) -> Result
 /// A convolution of the map at twice its sides, of which the last row and column are cut where `sides` has one less.
 pub(super) fn doubled(map: Tensor, by: &Convolution, sides: [usize; 2]) -> Result<Tensor> {
     let (items, _, _, channels) = map.dims4()?;
-    let large = ops::blank(
-        &[items, sides[0], sides[1], channels],
-        map.dtype(),
-        map.device(),
-    )?;
+    let large = ops::blank(&[items, sides[0], sides[1], channels], map.dtype(), map.device())?;
     let reading = MapReading {
         enlarge: [Enlarge::Not, Enlarge::Twice, Enlarge::Twice],
         ..MapReading::PLAIN

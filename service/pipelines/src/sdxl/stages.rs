@@ -94,7 +94,10 @@ impl Conditions {
             Way::Together => vec![&all],
             Way::OneByOne | Way::Alone => all.chunks(1).collect(),
         };
-        passes.into_iter().map(|items| unet.condition(items, on)).collect()
+        passes
+            .into_iter()
+            .map(|items| unet.condition(items, on))
+            .collect()
     }
 }
 
@@ -290,8 +293,7 @@ impl Stage<'_, SdxlModel> {
         let component = (self.run.tensors)(UNET)?;
         let adapters = self.attached(UNET, UsedAs::Steps)?;
         let adapted = AdaptedTensors::new(&component, &adapters);
-        let unet =
-            Unet::with_adapters(&self.model.unet, &adapted).map_err(StageError::missing_in(UNET))?;
+        let unet = Unet::with_adapters(&self.model.unet, &adapted).map_err(StageError::missing_in(UNET))?;
         self.observer.check_cancelled()?;
         let mut passes = conditions.of(&unet, on)?;
         let items = conditions.way.items();

@@ -11,7 +11,11 @@ pub(super) enum Layer {
     /// A residual block of `channels` (of its input and its output). `skip` of the input's are of a map that was kept.
     Resnet { channels: (usize, usize), skip: usize },
     /// Layers of attention over all positions and over the text.
-    Attention { channels: usize, heads: usize, depth: usize },
+    Attention {
+        channels: usize,
+        heads: usize,
+        depth: usize,
+    },
     /// A convolution to half the sides, rounded up.
     Halve { channels: usize },
     /// A convolution of a map of twice the sides, cut to those of the map that was kept last.
@@ -117,7 +121,11 @@ impl UnetConfig {
             ("resnets.1", middle),
         ];
         for (place, (name, layer)) in middles.into_iter().enumerate() {
-            list.push(format!("mid_block.{name}"), format!("middle_block.{place}"), layer);
+            list.push(
+                format!("mid_block.{name}"),
+                format!("middle_block.{place}"),
+                layer,
+            );
         }
         for (step, level) in (0..levels).rev().enumerate() {
             let (name, width) = (format!("up_blocks.{step}"), self.block_out_channels[level]);

@@ -147,11 +147,14 @@ impl Unet {
         (dtype, device): (DType, &Device),
     ) -> Result<Conditioning, StageError> {
         let Some(first) = prompts.first() else {
-            return Err(StageError::BadInput("there is no text to condition on".to_owned()));
+            return Err(StageError::BadInput(
+                "there is no text to condition on".to_owned(),
+            ));
         };
         let (_, tokens, width) = first.states.dims3()?;
         let (ids_width, pooled) = (self.config.addition_time_embed_dim, self.config.pooled_width());
-        if width != self.config.cross_attention_dim || prompts.iter().any(|p| p.pooled.dims() != [1, pooled]) {
+        if width != self.config.cross_attention_dim || prompts.iter().any(|p| p.pooled.dims() != [1, pooled])
+        {
             let problem = format!(
                 "states of text of width {width} and pooled ones of {:?}, where {} and {pooled} are expected",
                 first.pooled.dims(),

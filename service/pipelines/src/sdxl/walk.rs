@@ -9,6 +9,7 @@ use super::config::UnetConfig;
 use super::resnet::{AROUND, HALVING};
 use super::table::{Layer, Named};
 use crate::checkpoint::ComponentSet;
+use crate::resident;
 
 /// Sizes of what the UNet computes at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,7 +67,9 @@ impl UnetConfig {
         account.convolve((finest, self.out_channels), (sizes.sides, sizes.sides), 9);
         let of_text = sizes.items * sizes.text * self.cross_attention_dim;
         let embedded = sizes.items * (self.projection_class_embeddings_input_dim + 4 * self.time_width());
-        (account.peak + (of_text + embedded) * dtype.size_in_bytes()) as u64
+        // On a CPU also the buffers in which threads pack the operands of convolutions.
+        let packing = resident::packing_bytes(dtype);
+        (account.peak + (of_text + embedded) * dtype.size_in_bytes()) as u64 + packing
     }
 
     /// Shapes of a prediction for which cuDNN is used, each once, in order of use.
@@ -196,7 +199,11 @@ impl Account {
         onto: Onto,
     ) -> usize {
         let positions = |[height, width]: [usize; 2]| self.sizes.items * height * width;
-        let filter = if taps > 1 { channels.0 * channels.1 * taps * self.number } else { 0 };
+        let filter = if taps > 1 {
+            channels.0 * channels.1 * taps * self.number
+        } else {
+            0
+        };
         let workspace = match self.number < 4 {
             true => ops::convolve_scratch(
                 (positions(before), positions(after)),

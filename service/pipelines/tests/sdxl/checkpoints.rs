@@ -23,13 +23,18 @@ fn a_single_file_is_the_same_model() {
     let file = root.path().join("model.safetensors");
     let (one, other) = (open(folder.path(), &F32), open(&file, &F32));
     for request in [request(), from_picture()] {
-        let latent = |opened: &OpenModel| on_cpu(&opened.latent(&request, &mut Unobserved).expect("a latent"));
+        let latent =
+            |opened: &OpenModel| on_cpu(&opened.latent(&request, &mut Unobserved).expect("a latent"));
         let apart = distance(&latent(&other), &latent(&one));
         assert!(apart == 0.0, "{apart:e}");
     }
     // Its projection is transposed, so that the second text encoder is another set of tensors; the others are the same.
     for component in ["unet", "vae", "text_encoder"] {
-        assert_eq!(bytes(&*one.model, component), bytes(&*other.model, component), "{component}");
+        assert_eq!(
+            bytes(&*one.model, component),
+            bytes(&*other.model, component),
+            "{component}"
+        );
     }
 }
 
@@ -92,7 +97,11 @@ fn other_models_and_unsupported_settings_are_refused_by_name() {
             |value| value["addition_embed_type"] = serde_json::Value::Null,
             "text_time",
         ),
-        ("unet/config.json", |value| value["in_channels"] = 8.into(), "8 channels"),
+        (
+            "unet/config.json",
+            |value| value["in_channels"] = 8.into(),
+            "8 channels",
+        ),
         (
             "unet/config.json",
             |value| value["time_cond_proj_dim"] = 256.into(),
@@ -132,7 +141,10 @@ fn a_missing_tensor_is_named() {
     candle_core::safetensors::save(&weights, &path).expect("a file");
     match families().open(folder.path(), &F32).map(|_| ()) {
         Err(ModelError::Damaged { problem, .. }) => {
-            assert!(problem.contains("mid_block.attentions.0.proj_in.bias"), "{problem}");
+            assert!(
+                problem.contains("mid_block.attentions.0.proj_in.bias"),
+                "{problem}"
+            );
         }
         other => panic!("{other:?}"),
     }
@@ -142,11 +154,8 @@ fn a_missing_tensor_is_named() {
 fn the_unet_may_be_quantized_at_load() {
     let folder = folder();
     let quantized: Precision = Precision {
-        quantization: Quantization::of(
-            Preset::named(FULL).expect("a preset"),
-            [("unet", "int8")],
-        )
-        .expect("formats"),
+        quantization: Quantization::of(Preset::named(FULL).expect("a preset"), [("unet", "int8")])
+            .expect("formats"),
         ..F32
     };
     let (whole, quantized) = (open(folder.path(), &F32), open(folder.path(), &quantized));

@@ -76,7 +76,10 @@ fn the_unet_in_bf16_is_the_same_within_its_rounding() {
     let (inputs, tensors) = (tensors(ANSWERS), resident(&tensors(WEIGHTS)));
     for case in ["plain", "odd", "two"] {
         let expected = &inputs[&format!("{case}.output")];
-        let apart = distance(&outputs(&config(), &tensors, &inputs, case, DType::BF16), expected);
+        let apart = distance(
+            &outputs(&config(), &tensors, &inputs, case, DType::BF16),
+            expected,
+        );
         println!("{case} in bf16: {apart:.2e}");
         assert!(apart < BF16_COMPONENT, "{case}: {apart:e}");
     }

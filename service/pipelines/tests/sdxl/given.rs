@@ -5,7 +5,7 @@ use std::path::Path;
 
 use candle_core::{DType, Tensor};
 use pipelines::autoencoders::kl::{Chunking, VaeConfig, VaeDecoder};
-use pipelines::{Image, InitImage, Medium, Precision, Request};
+use pipelines::{Image, InitImage, Mask, Medium, Precision, Request};
 use tempfile::TempDir;
 
 use crate::device::here;
@@ -39,22 +39,28 @@ pub(crate) fn inpaint_folder() -> TempDir {
     }));
     let unet = folder.path().join("unet/diffusion_pytorch_model.safetensors");
     candle_core::safetensors::save(&weights, unet).expect("a file");
-    edit(folder.path(), "unet/config.json", |config| config["in_channels"] = 9.into());
+    edit(folder.path(), "unet/config.json", |config| {
+        config["in_channels"] = 9.into()
+    });
     folder
 }
 
 /// Puts the noise of a fixture's case into a folder.
 pub(crate) fn predict(folder: &Path, prediction: &str) {
-    edit(folder, "scheduler/scheduler_config.json", |config| match prediction {
-        "epsilon" => {}
-        "v_prediction" => config["prediction_type"] = "v_prediction".into(),
-        "zero_snr" => {
-            config["prediction_type"] = "v_prediction".into();
-            config["rescale_betas_zero_snr"] = true.into();
-            config["timestep_spacing"] = "trailing".into();
-        }
-        other => panic!("{other}"),
-    });
+    edit(
+        folder,
+        "scheduler/scheduler_config.json",
+        |config| match prediction {
+            "epsilon" => {}
+            "v_prediction" => config["prediction_type"] = "v_prediction".into(),
+            "zero_snr" => {
+                config["prediction_type"] = "v_prediction".into();
+                config["rescale_betas_zero_snr"] = true.into();
+                config["timestep_spacing"] = "trailing".into();
+            }
+            other => panic!("{other}"),
+        },
+    );
 }
 
 /// An SDXL model with all components resident.
@@ -113,6 +119,24 @@ pub(crate) fn from_picture() -> Request {
     }
 }
 
+/// The same request from a picture of which a part changes.
+pub(crate) fn with_mask() -> Request {
+    let grey = (0..80 * 48).map(|place| if place % 80 < 37 { 255u8 } else { 0 });
+    let image = Image {
+        init_image: Some(picture(80, 48)),
+        mask: Some(Mask {
+            width: 80,
+            height: 48,
+            grey: grey.collect(),
+        }),
+        ..Image::of(80, 48)
+    };
+    Request {
+        medium: Medium::Image(image),
+        ..from_picture()
+    }
+}
+
 /// The pipeline as a single file in a folder of its own, beside the folder of its tokenizers and configurations. `further` are
 /// tensors that programs add.
 pub(crate) fn single_file(further: &[&str]) -> TempDir {
@@ -128,7 +152,11 @@ pub(crate) fn single_file(further: &[&str]) -> TempDir {
     for (component, file) in parts {
         std::fs::remove_file(root.path().join("base").join(component).join(file)).expect("a file");
         let of_component = tensors(&format!("sdxl-tiny/{component}/{file}"));
-        all.extend(of_component.into_iter().map(|(name, t)| (format!("{component}/{name}"), t)));
+        all.extend(
+            of_component
+                .into_iter()
+                .map(|(name, t)| (format!("{component}/{name}"), t)),
+        );
     }
     let names: Vec<HashMap<String, String>> = json("sdxl-tiny/expected/single.json");
     let made = |of: &str| -> candle_core::Result<Tensor> {

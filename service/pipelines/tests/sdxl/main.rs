@@ -2,6 +2,7 @@
 
 #![allow(clippy::expect_used)] // What tests share is outside of them.
 
+mod adapters;
 mod checkpoints;
 mod components;
 #[path = "../../../ops/tests/device/mod.rs"]
@@ -13,4 +14,8 @@ mod numbers;
 #[path = "../open_model/mod.rs"]
 mod open_model;
 mod pictures;
+mod planned;
+#[path = "../shapes_asked/mod.rs"]
+mod shapes_asked;
+mod stages;
 mod text;

@@ -45,10 +45,18 @@ const MUTATIONS: &[Mutation] = &[
         change(t, &format!("{name}.bias"), halves_swapped);
     }),
     ("keys and values of the text swapped", |_, t| {
-        swap(t, &format!("{LAYER}.attn2.to_k.weight"), &format!("{LAYER}.attn2.to_v.weight"));
+        swap(
+            t,
+            &format!("{LAYER}.attn2.to_k.weight"),
+            &format!("{LAYER}.attn2.to_v.weight"),
+        );
     }),
     ("queries and keys of the map swapped", |_, t| {
-        swap(t, &format!("{LAYER}.attn1.to_q.weight"), &format!("{LAYER}.attn1.to_v.weight"));
+        swap(
+            t,
+            &format!("{LAYER}.attn1.to_q.weight"),
+            &format!("{LAYER}.attn1.to_v.weight"),
+        );
     }),
     ("layers of an attention in another order", |_, t| {
         for part in ["attn1.to_out.0.weight", "ff.net.2.weight", "norm2.bias"] {
@@ -57,7 +65,11 @@ const MUTATIONS: &[Mutation] = &[
         }
     }),
     ("no time in a residual block", |_, t| {
-        change(t, "up_blocks.1.resnets.0.time_emb_proj.weight", Tensor::zeros_like);
+        change(
+            t,
+            "up_blocks.1.resnets.0.time_emb_proj.weight",
+            Tensor::zeros_like,
+        );
     }),
     ("sines before cosines", |_, t| {
         change(t, "time_embedding.linear_1.weight", |x| {
@@ -68,11 +80,16 @@ const MUTATIONS: &[Mutation] = &[
     ("the pooled state behind the sizes", |_, t| {
         change(t, "add_embedding.linear_1.weight", |x| {
             let (all, sizes) = (x.dim(1)?, 48);
-            Tensor::cat(&[x.narrow(1, all - sizes, sizes)?, x.narrow(1, 0, all - sizes)?], 1)
+            Tensor::cat(
+                &[x.narrow(1, all - sizes, sizes)?, x.narrow(1, 0, all - sizes)?],
+                1,
+            )
         });
     }),
     ("kernels transposed", |_, t| {
-        change(t, "mid_block.resnets.0.conv1.weight", |x| x.transpose(2, 3)?.contiguous());
+        change(t, "mid_block.resnets.0.conv1.weight", |x| {
+            x.transpose(2, 3)?.contiguous()
+        });
     }),
     ("what was kept before the map", |_, t| {
         change(t, "up_blocks.2.resnets.1.conv1.weight", |x| {

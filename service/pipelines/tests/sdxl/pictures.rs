@@ -87,7 +87,11 @@ fn pictures_equal_the_references() {
             let picture = opened.picture(&latent);
             let largest = largest_difference(&picture, reference);
             println!("{}: picture, largest {largest:.2e}", case.name);
-            assert!(f64::from(largest) < tolerances().pipeline, "{}: {largest:e}", case.name);
+            assert!(
+                f64::from(largest) < tolerances().pipeline,
+                "{}: {largest:e}",
+                case.name
+            );
             assert_rounded(&opened, &request, &host, reference);
         }
     }
@@ -126,7 +130,9 @@ fn conditions_one_after_the_other_give_the_same_latent() {
         let plan = opened.stage(&request, "denoise");
         assert_eq!(plan.rungs.len(), 2);
         assert!(plan.rungs[1].scratch < plan.rungs[0].scratch);
-        let given = opened.run(&plan, 1, &request, &values, &mut Unobserved).expect("a latent");
+        let given = opened
+            .run(&plan, 1, &request, &values, &mut Unobserved)
+            .expect("a latent");
         let apart = distance(&on_cpu(&given["latent"]), &on_cpu(&values["latent"]));
         println!("{}: {apart:.2e}", case.name);
         assert!(apart < tolerances().component, "{}: {apart:e}", case.name);
@@ -138,7 +144,9 @@ fn bf16_generates_the_same_pictures_within_its_rounding() {
     let expected = tensors("sdxl-tiny/expected/pipelines.safetensors");
     for case in Case::all().iter().filter(|case| case.steps < 10) {
         let opened = case.open(&Precision::full(DType::BF16));
-        let host = opened.latent(&case.request(&expected), &mut Unobserved).expect("a latent");
+        let host = opened
+            .latent(&case.request(&expected), &mut Unobserved)
+            .expect("a latent");
         let apart = distance(&on_cpu(&host), &expected[&format!("{}.latent", case.name)]);
         println!("{} in bf16: latent {apart:.2e}", case.name);
         assert!(apart < 2.0 * BF16_PIPELINE, "{}: {apart:e}", case.name);

@@ -28,7 +28,11 @@ fn tokens_equal_the_references() {
     for (number, name) in ["tokenizer", "tokenizer_2"].iter().enumerate() {
         let tokenizer = ClipTokenizer::open(&fixtures().join("sdxl-tiny").join(name)).expect("a tokenizer");
         for Prompt { prompt, ids } in prompts() {
-            assert_eq!(tokenizer.chunks(&prompt, 512, 1).expect("tokens"), ids[number], "{prompt:?}");
+            assert_eq!(
+                tokenizer.chunks(&prompt, 512, 1).expect("tokens"),
+                ids[number],
+                "{prompt:?}"
+            );
             let first = tokenizer.encode(&prompt).expect("tokens");
             assert_eq!(first, ids[number][0], "{prompt:?}");
         }
@@ -38,7 +42,10 @@ fn tokens_equal_the_references() {
 #[test]
 fn texts_beyond_the_most_tokens_are_left_out_and_reported() {
     let opened = open(folder().path(), &F32);
-    let long = prompts().into_iter().find(|prompt| prompt.ids[0].len() > 1).expect("a long text");
+    let long = prompts()
+        .into_iter()
+        .find(|prompt| prompt.ids[0].len() > 1)
+        .expect("a long text");
     let all = long.ids[0].iter().flatten().count();
     let request = |most| Request {
         prompt: long.prompt.clone(),
@@ -109,10 +116,15 @@ fn noise_levels_and_times_equal_the_references() {
             for steps in [1, 4, 30, 50] {
                 let of = |what: &str| &expected[&format!("{sampler}.{prediction}.{steps}.{what}")];
                 let found = config.schedule(steps, Some(sampler));
-                let sigmas = Tensor::new(found.sigmas.as_slice(), &candle_core::Device::Cpu).expect("numbers");
+                let sigmas =
+                    Tensor::new(found.sigmas.as_slice(), &candle_core::Device::Cpu).expect("numbers");
                 let apart = distance(&sigmas.to_dtype(DType::F32).expect("numbers"), of("sigmas"));
                 assert!(apart < 1e-5, "{sampler} {prediction} {steps}: {apart:e}");
-                assert_eq!(found.times, numbers(of("times")), "{sampler} {prediction} {steps}");
+                assert_eq!(
+                    found.times,
+                    numbers(of("times")),
+                    "{sampler} {prediction} {steps}"
+                );
                 compared += 1;
             }
         }

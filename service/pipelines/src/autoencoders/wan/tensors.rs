@@ -6,9 +6,9 @@ use ops::{ChannelNorm, Enlarge, MapReading, Mask, Onto, Pad, Steps};
 
 use super::arithmetic::{Arithmetic, Blocks, Outcome, Reading, Sides};
 use super::table::Source;
-use crate::maps::Convolution;
 use crate::autoencoders::pass::StripSize;
 use crate::autoencoders::source::TensorSource;
+use crate::maps::Convolution;
 
 /// `torch.nn.functional.normalize` has this as its least length.
 const LEAST_LENGTH: f64 = 1e-12;

@@ -264,7 +264,10 @@ pub(super) const RELATIVES: [Relative; 40] = [
         marks: &[
             // Attention at the finest resolution, which SDXL has not.
             &["input_blocks.0.0.", "input_blocks.1.1."],
-            &["down_blocks.0.resnets.0.time_emb_proj.", "down_blocks.0.attentions.0."],
+            &[
+                "down_blocks.0.resnets.0.time_emb_proj.",
+                "down_blocks.0.attentions.0.",
+            ],
             &["cond_stage_model."],
         ],
     },
