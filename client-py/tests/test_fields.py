@@ -10,7 +10,7 @@ import moored
 from moored._generated import generation_pb2
 
 KINDS: dict[type, str] = {str: "text", int: "whole", float: "number", bool: "truth"}
-ENUMS = ("output", "task")
+ENUMS = ("output", "task", "sampler")
 OTHERWISE = ("prompt", "window_start_seconds", "window_end_seconds", "beats_per_minute")
 
 

@@ -133,7 +133,7 @@ def test_a_dry_run_of_a_pull_prints_the_plan_alone(hub: Hub, home: Path, alone: 
 
 
 def test_an_unknown_name_points_to_the_list_of_short_names(alone: Run) -> None:
-    done = alone("pull", "sdxl")
+    done = alone("pull", "sd15")
     assert done.returncode == 2
     for name in ("OWNER/NAME", "moored models --available"):
         assert name in done.stderr

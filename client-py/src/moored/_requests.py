@@ -34,6 +34,10 @@ Priority: TypeAlias = Literal["low", "normal", "high"]
 OutputFormat: TypeAlias = Literal["png", "raw"]
 """How pictures travel: as PNG, or as raw RGB, which costs more bytes and no encoding."""
 
+Sampler: TypeAlias = Literal["euler", "euler_ancestral", "dpmpp_2m_karras"]
+"""How noise is removed: in steps of the first order, in such steps with new noise in each, or by
+DPM-Solver++ of the second order over the noise levels of Karras et al."""
+
 AudioOutput: TypeAlias = Literal["wav", "flac", "raw", "wav+flac"]
 """How tracks travel: as WAV, or as samples alone, 16-bit little-endian, as they are decoded; as one
 FLAC file at the end; or as WAV and FLAC both."""
@@ -224,6 +228,11 @@ class ImageOptions(ImageFields, GenerateOptions, total=False):
         "FLUX.1 Kontext takes one, FLUX.2 klein up to 8.",
     ]
     controls: Annotated[Sequence[Control] | None, "ControlNets, at most 4: a list of Control."]
+    sampler: Annotated[
+        Sampler | None,
+        "How noise is removed, of models with several ways (SDXL): `euler`, `euler_ancestral` or "
+        "`dpmpp_2m_karras`. Default: as the checkpoint says.",
+    ]
     output: Annotated[
         OutputFormat | None, "How pictures are sent: `png`, or `raw` pixels. Default: `png`."
     ]

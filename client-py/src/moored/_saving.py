@@ -153,12 +153,16 @@ def recipe_text(metadata: Mapping[str, str]) -> str:
     return json.dumps(recipe, ensure_ascii=False, separators=(",", ":"))
 
 
+# What web UIs for Stable Diffusion call samplers.
+_SAMPLERS = {"euler_ancestral": "Euler a", "dpmpp_2m_karras": "DPM++ 2M Karras"}
+
+
 def parameters_of(recipe: Mapping[str, Any]) -> str:
     """A recipe as other tools read it: the prompt, the negative prompt, and a line of settings."""
     width, height, version = (recipe.get(name) for name in ("width", "height", "version"))
     settings = {
         "Steps": recipe.get("steps"),
-        "Sampler": "Euler",
+        "Sampler": _SAMPLERS.get(recipe.get("sampler"), "Euler"),
         "CFG scale": recipe.get("true_guidance", recipe.get("guidance")),
         "Seed": recipe.get("seed"),
         "Size": f"{width}x{height}" if width else None,

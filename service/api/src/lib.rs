@@ -27,6 +27,7 @@ macro_rules! sampling_in {
             seed: $request.seed,
             max_sequence_length: named($request.max_sequence_length),
             strength: $request.strength,
+            ..Default::default()
         }
     }};
 }

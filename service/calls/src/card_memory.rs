@@ -10,7 +10,7 @@ use engine::queue::{PlanReport, Queue, Reserver, StatusReport, UnloadReport};
 use engine::{Error, Reserved};
 use futures::Stream;
 use gpu::CardDescription;
-use model::{Preset, Quantization, Request};
+use model::{Preset, Quantization, Reads, Request};
 use residency::{Bytes, Component, Policy};
 use tokio::sync::oneshot::error::TryRecvError;
 use tokio::sync::watch;
@@ -130,6 +130,8 @@ pub struct ModelDetails {
     pub family: String,
     /// The values of fields that a request does not set.
     pub defaults: Request,
+    /// The optional fields of a request that it reads.
+    pub reads: Reads,
     pub components: Vec<Component>,
     /// Names of components that are resident, in any formats.
     pub resident: Vec<String>,
@@ -263,6 +265,7 @@ impl CardMemory {
         Ok(ModelDetails {
             family: open.model.family().to_owned(),
             defaults: self.entries.models.defaults(&model.id, open.model.defaults()),
+            reads: open.model.reads(),
             components: open.components.to_vec(),
             resident: names.into_iter().collect(),
             pinned: report.pinned.iter().any(is_of_it),

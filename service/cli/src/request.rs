@@ -7,7 +7,7 @@ use api::v1;
 use bytes::Bytes;
 use config::bounded;
 use media::Recipe;
-use model::Sampling;
+use model::{Sampler, Sampling};
 
 use crate::CliError;
 use crate::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
@@ -189,9 +189,19 @@ fn picture_of(
         controls: pictures.controls,
         output: v1::OutputFormat::Png.into(),
         omit_metadata,
+        sampler: sampler_out(common.sampling.sampler).into(),
         options: Some(common.job),
         ..api::sampling_out!(v1::GenerateImageRequest, common.sampling)
     }))
+}
+
+fn sampler_out(sampler: Option<Sampler>) -> v1::Sampler {
+    match sampler {
+        None => v1::Sampler::Unspecified,
+        Some(Sampler::Euler) => v1::Sampler::Euler,
+        Some(Sampler::EulerAncestral) => v1::Sampler::EulerAncestral,
+        Some(Sampler::Dpmpp2mKarras) => v1::Sampler::Dpmpp2mKarras,
+    }
 }
 
 fn film_of(

@@ -11,7 +11,7 @@ use calls::{
 use engine::Error;
 use engine::job::{Call, Priority};
 use futures::{Stream, StreamExt as _};
-use model::{MediaFormat, RequestError, Sampling, StrengthPoint};
+use model::{MediaFormat, RequestError, Sampler, Sampling, StrengthPoint};
 use residency::Bytes;
 use tonic::{Request, Status, Streaming};
 use transport::caller_within;
@@ -177,13 +177,23 @@ fn named(id: String) -> Option<String> {
     Some(id).filter(|id| !id.is_empty())
 }
 
+fn sampler_in(sampler: i32) -> Option<Sampler> {
+    match v1::Sampler::try_from(sampler).unwrap_or_default() {
+        v1::Sampler::Unspecified => None,
+        v1::Sampler::Euler => Some(Sampler::Euler),
+        v1::Sampler::EulerAncestral => Some(Sampler::EulerAncestral),
+        v1::Sampler::Dpmpp2mKarras => Some(Sampler::Dpmpp2mKarras),
+    }
+}
+
 /// A request for pictures.
 pub(crate) fn image_in(request: v1::GenerateImageRequest) -> Asked {
+    let sampler = sampler_in(request.sampler);
     let encoding = match v1::OutputFormat::try_from(request.output).unwrap_or_default() {
         v1::OutputFormat::RawRgb => Encoding::Raw,
         v1::OutputFormat::Png | v1::OutputFormat::Unspecified => Encoding::Png,
     };
-    asked! {
+    let mut asked = asked! {
         request,
         call: Call::GenerateImage,
         width: request.width,
@@ -195,7 +205,9 @@ pub(crate) fn image_in(request: v1::GenerateImageRequest) -> Asked {
         preview_interval_ms: request.preview_interval_ms,
         encoding: Some(encoding),
         of_medium: OfMedium::Image,
-    }
+    };
+    asked.sampling.sampler = sampler;
+    asked
 }
 
 /// A request for films.

@@ -14,5 +14,5 @@ pub mod tracks;
 
 pub use cancel::{CancelOnDrop, CancelToken, Cancelled};
 pub use encoded::{EncodedFile, FilePosition};
-pub use recipe::{MadeWith, Recipe, RecipeAdapter};
+pub use recipe::{MadeWith, Recipe, RecipeAdapter, sampler_of};
 pub use stored::recipe_of;

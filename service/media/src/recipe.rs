@@ -1,6 +1,6 @@
 //! The settings of a result, as they are stored in its file.
 
-use model::{AdapterUse, Audio, AudioTask, Image, Medium, Request, Sampling, Video};
+use model::{AdapterUse, Audio, AudioTask, Image, Medium, Request, Sampler, Sampling, Video};
 use serde::{Deserialize, Serialize};
 
 /// The model with which a request is run.
@@ -28,6 +28,9 @@ pub struct Recipe {
     pub negative_prompt: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub true_guidance: Option<f32>,
+    /// Where the request named one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sampler: Option<Sampler>,
     pub max_sequence_length: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strength: Option<f32>,
@@ -119,6 +122,7 @@ impl Recipe {
             guidance,
             negative_prompt: _,
             true_guidance,
+            sampler,
             seed,
             max_sequence_length,
             strength,
@@ -139,6 +143,7 @@ impl Recipe {
             guidance: *guidance,
             negative_prompt: request.negative().map(str::to_owned),
             true_guidance: request.negative().map(|_| *true_guidance),
+            sampler: *sampler,
             max_sequence_length: *max_sequence_length,
             model: with.model.to_owned(),
             model_key: with.model_key.to_owned(),
@@ -164,6 +169,7 @@ impl Recipe {
             guidance: is_read.then_some(self.guidance),
             negative_prompt: self.negative_prompt.clone(),
             true_guidance: self.true_guidance,
+            sampler: self.sampler,
             seed: is_read.then_some(self.seed),
             max_sequence_length: number(self.max_sequence_length),
             strength: self.strength,
@@ -266,6 +272,15 @@ fn input_names<const N: usize>(named: [(&str, bool); N]) -> Vec<String> {
     input_names.map(|(name, _)| name.to_owned()).collect()
 }
 
+/// The name of a sampler in web UIs for Stable Diffusion; without one, Euler's.
+pub fn sampler_of(sampler: Option<Sampler>) -> &'static str {
+    match sampler {
+        None | Some(Sampler::Euler) => "Euler",
+        Some(Sampler::EulerAncestral) => "Euler a",
+        Some(Sampler::Dpmpp2mKarras) => "DPM++ 2M Karras",
+    }
+}
+
 /// The recipe as other tools read it, in the form of web UIs for Stable Diffusion: the prompt, the negative prompt, and
 /// a line of settings. With a negative prompt, the scale is that of true guidance, as other tools understand it. The Python client
 /// writes the same (`client-py/src/moored/_saving.py`).
@@ -273,7 +288,7 @@ pub(crate) fn parameters(recipe: &Recipe) -> String {
     let (width, height) = (recipe.width, recipe.height);
     let settings = [
         ("Steps", Some(recipe.steps.to_string())),
-        ("Sampler", Some("Euler".to_owned())),
+        ("Sampler", Some(sampler_of(recipe.sampler).to_owned())),
         (
             "CFG scale",
             Some(recipe.true_guidance.unwrap_or(recipe.guidance).to_string()),

@@ -9,6 +9,8 @@ use crate::request::{Audio, AudioTask, Image, Medium, Request, RequestError, Vid
 pub enum Field {
     NegativePrompt,
     TrueGuidance,
+    /// A sampler other than the checkpoint's.
+    Sampler,
     Adapters,
     /// A picture to start from.
     InitImage,
@@ -40,6 +42,7 @@ impl Field {
         match self {
             Field::NegativePrompt => "negative_prompt",
             Field::TrueGuidance => "true_guidance",
+            Field::Sampler => "sampler",
             Field::Adapters => "adapters",
             Field::InitImage => "init_image",
             Field::EndImage => "end_image",
@@ -116,6 +119,7 @@ fn asked(request: &Request) -> Vec<Field> {
     let Request {
         negative_prompt,
         true_guidance,
+        sampler,
         from_values,
         adapters,
         medium,
@@ -132,6 +136,7 @@ fn asked(request: &Request) -> Vec<Field> {
     let common = [
         (Field::NegativePrompt, negative_prompt.is_some()),
         (Field::TrueGuidance, *true_guidance != 1.0),
+        (Field::Sampler, sampler.is_some()),
         (Field::Adapters, !adapters.is_empty()),
         (Field::InitLatent, *from_values),
     ];
@@ -212,13 +217,16 @@ fn asked_of_audio(audio: &Audio) -> Vec<(Field, bool)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{AdapterUse, Clip, ControlUse, InitImage, Mask, MediaFormat, StrengthCurve, StrengthPoint};
+    use crate::{
+        AdapterUse, Clip, ControlUse, InitImage, Mask, MediaFormat, Sampler, StrengthCurve, StrengthPoint,
+    };
 
     /// A request that asks for all optional fields of a medium.
     fn asking_for_all(medium: Medium) -> Request {
         Request {
             negative_prompt: Some(String::new()),
             true_guidance: 0.0,
+            sampler: Some(Sampler::Euler),
             from_values: true,
             adapters: vec![AdapterUse {
                 name: "style".to_owned(),

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::adapter::AdapterUse;
 use crate::media::{MediaFormat, SOUND_OF_FILM, Sound};
+use crate::sampler::Sampler;
 
 pub use pictures::{Picture, PictureMut, PictureSlot};
 
@@ -61,6 +62,8 @@ pub struct Request {
     pub negative_prompt: Option<String>,
     /// Scale of the difference between the pass of the prompt and that of the negative prompt; 1: one pass.
     pub true_guidance: f32,
+    /// How noise is removed from step to step; `None`: as the checkpoint says.
+    pub sampler: Option<Sampler>,
     /// Seed of the starting noise.
     pub seed: u64,
     /// Maximum prompt length in tokens; a family may pad to this length.
@@ -312,6 +315,7 @@ impl Request {
             guidance,
             negative_prompt: None,
             true_guidance: 1.0,
+            sampler: None,
             seed: 0,
             max_sequence_length,
             strength: match medium {

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::request::{Request, RequestError};
+use crate::sampler::Sampler;
 
 /// Maximum of denoising steps.
 pub const MAX_STEPS: u32 = 200;
@@ -20,6 +21,7 @@ pub struct Sampling {
     pub guidance: Option<f32>,
     pub negative_prompt: Option<String>,
     pub true_guidance: Option<f32>,
+    pub sampler: Option<Sampler>,
     pub seed: Option<u64>,
     pub max_sequence_length: Option<u32>,
     pub strength: Option<f32>,
@@ -34,6 +36,7 @@ impl Sampling {
             guidance: self.guidance.or(other.guidance),
             negative_prompt: self.negative_prompt.or(other.negative_prompt),
             true_guidance: self.true_guidance.or(other.true_guidance),
+            sampler: self.sampler.or(other.sampler),
             seed: self.seed.or(other.seed),
             max_sequence_length: self.max_sequence_length.or(other.max_sequence_length),
             strength: self.strength.or(other.strength),
@@ -49,6 +52,7 @@ impl Sampling {
             guidance,
             negative_prompt,
             true_guidance,
+            sampler,
             seed,
             max_sequence_length,
             strength,
@@ -58,6 +62,7 @@ impl Sampling {
             guidance: guidance.unwrap_or(request.guidance),
             negative_prompt: negative_prompt.or(request.negative_prompt),
             true_guidance: true_guidance.unwrap_or(request.true_guidance),
+            sampler: sampler.or(request.sampler),
             seed: seed.unwrap_or(request.seed),
             max_sequence_length: max_sequence_length.unwrap_or(request.max_sequence_length),
             strength: strength.unwrap_or(request.strength),

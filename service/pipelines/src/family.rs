@@ -84,8 +84,8 @@ pub trait Family: Send + Sync {
     ) -> Result<Option<Arc<dyn Model>>, ModelError>;
 }
 
-/// The folder of a pipeline's transformer.
-const TRANSFORMER: &str = "transformer";
+/// The folders of a pipeline's transformer or UNet.
+const DENOISERS: [&str; 2] = ["transformer", "unet"];
 
 /// All families of this build, as an explicit list.
 pub struct FamilyList {
@@ -214,7 +214,7 @@ impl Families for FamilyList {
 
     fn base_folders_of(&self, class: &str) -> Option<Vec<&'static str>> {
         let folders = self.folders_of(class)?.iter().copied();
-        Some(folders.filter(|folder| *folder != TRANSFORMER).collect())
+        Some(folders.filter(|folder| !DENOISERS.contains(folder)).collect())
     }
 
     fn holds_parts_alone(&self, folder: &Path) -> bool {

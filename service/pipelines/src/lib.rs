@@ -16,13 +16,16 @@ pub mod hunyuan;
 pub mod instant;
 mod layer_norm;
 mod linear;
+mod maps;
 mod mmdit;
 pub mod noise;
 pub mod ovi;
 mod resident;
 pub mod rotary;
 mod rounds;
+pub mod samplers;
 mod sampling;
+pub mod sdxl;
 mod sinusoids;
 mod stage;
 mod start;
@@ -46,6 +49,7 @@ pub fn families() -> FamilyList {
         Box::new(flux2::Flux2),
         Box::new(flux::Flux),
         Box::new(z_image::ZImage),
+        Box::new(sdxl::Sdxl),
         Box::new(hunyuan::Hunyuan),
         Box::new(ovi::Ovi),
         Box::new(wan::Wan),

@@ -5,7 +5,7 @@ use model::first_step;
 
 use crate::noise::Generator;
 use crate::tensors::from_host;
-use crate::{HostTensor, Mask, Medium, Request, StageError};
+use crate::{HostTensor, Image, Mask, Medium, Request, StageError};
 
 /// Initial state of a request's denoising.
 #[derive(Debug)]
@@ -89,7 +89,7 @@ impl Kept {
 }
 
 /// The cells of a mask, `[1, channels, h, w]` of 0 to 1, for a latent of this shape.
-fn cells(mask: &Mask, by: MaskCells, shape: &[usize]) -> candle_core::Result<Tensor> {
+pub(crate) fn cells(mask: &Mask, by: MaskCells, shape: &[usize]) -> candle_core::Result<Tensor> {
     let &[_, channels, h, w] = shape else {
         candle_core::bail!("a mask for a latent of shape {shape:?}");
     };
@@ -118,6 +118,29 @@ fn cells(mask: &Mask, by: MaskCells, shape: &[usize]) -> candle_core::Result<Ten
 
 /// The least grey of a mask's pixel that changes.
 pub(crate) const CHANGES: u8 = 128;
+
+/// The masked picture, f32 `[1, 3, height, width]` of -1 to 1: 0 in the part that changes, and everywhere without a picture. In
+/// host memory.
+pub(crate) fn masked_picture(image: &Image) -> candle_core::Result<Tensor> {
+    let (width, height) = (image.width as usize, image.height as usize);
+    let mut picture = vec![0f32; 3 * width * height];
+    if let Some(init) = &image.init_image {
+        for (place, pixel) in init.rgb.chunks_exact(3).enumerate() {
+            if changes(image.mask.as_ref(), place) {
+                continue;
+            }
+            for (channel, &byte) in pixel.iter().enumerate() {
+                picture[channel * width * height + place] = 2.0 * (f32::from(byte) / 255.0) - 1.0;
+            }
+        }
+    }
+    Tensor::from_vec(picture, (1, 3, height, width), &Device::Cpu)
+}
+
+/// Whether a pixel changes; without a mask, all do.
+pub(crate) fn changes(mask: Option<&Mask>, place: usize) -> bool {
+    mask.is_none_or(|mask| mask.grey.get(place).is_none_or(|grey| *grey >= CHANGES))
+}
 
 /// Whether a request starts from a latent, encoded or supplied by the client, rather than from noise alone.
 pub(crate) fn is_from_latent(request: &Request) -> bool {

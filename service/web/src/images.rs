@@ -150,6 +150,7 @@ impl ImageRequest {
                 guidance: self.guidance,
                 negative_prompt: self.negative_prompt.clone(),
                 true_guidance: self.true_guidance,
+                sampler: None,
                 seed: self.seed,
                 max_sequence_length: None,
                 strength: self.strength,

@@ -12,7 +12,7 @@ use calls::{Asked, Client as Caller, Encoding, ListedModel, OfMedium, Service};
 use engine::job::Call;
 use engine::{Error, JobState};
 use hashlink::LruCache;
-use model::{MediaFormat, Medium, Sampling};
+use model::{Field, MediaFormat, Medium, Sampler, Sampling};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
@@ -31,8 +31,13 @@ const NAMES: [(&str, &str); 3] = [
     ("count", "batch_size"),
     ("strength", "denoising_strength"),
 ];
-/// What its clients call the sampler of models here.
-const SAMPLER: &str = "Euler";
+/// The samplers, with what its clients call them beside their names. Models that are sampled in one way alone use none of them,
+/// and are told to be sampled by Euler's steps.
+const SAMPLERS: [(Sampler, &[&str]); 3] = [
+    (Sampler::Euler, &["euler", "k_euler"]),
+    (Sampler::EulerAncestral, &["euler_ancestral", "k_euler_a"]),
+    (Sampler::Dpmpp2mKarras, &["dpmpp_2m_karras", "k_dpmpp_2m_ka"]),
+];
 /// The field of options with the model.
 const CHECKPOINT: &str = "sd_model_checkpoint";
 
@@ -103,6 +108,10 @@ pub(crate) struct SdRequest {
     /// False: the answer has no pictures.
     #[serde(deserialize_with = "lenient")]
     send_images: Option<bool>,
+    /// Of models that are sampled in several ways: `Euler`, `Euler a` or `DPM++ 2M Karras`; another is left out.
+    sampler_name: Option<String>,
+    /// Of the same: `Karras` with the sampler `DPM++ 2M`.
+    scheduler: Option<String>,
     /// Of img2img: pictures as base64, of which the first is taken.
     init_images: Option<Vec<String>>,
     /// Of img2img: white where the picture is to be changed.
@@ -126,8 +135,30 @@ impl SdRequest {
         named.filter(|name| !name.is_empty()).or(chosen)
     }
 
+    /// The sampler that it names, if there is one here.
+    fn sampler(&self) -> Option<Sampler> {
+        let same = |one: &str, other: &str| one.eq_ignore_ascii_case(other);
+        let named = self.sampler_name.as_deref()?;
+        let is_karras = self
+            .scheduler
+            .as_deref()
+            .is_some_and(|scheduler| same(scheduler, "karras"));
+        if same(named, "DPM++ 2M") && is_karras {
+            return Some(Sampler::Dpmpp2mKarras);
+        }
+        let known = SAMPLERS.iter().find(|(sampler, aliases)| {
+            same(named, media::sampler_of(Some(*sampler))) || aliases.iter().any(|alias| same(named, alias))
+        });
+        known.map(|(sampler, _)| *sampler)
+    }
+
     /// What it asks for, of a model with these defaults.
-    fn asked(&self, client: &Client, model: Option<&str>, has_guidance: bool) -> Result<Asked, Failure> {
+    fn asked(
+        &self,
+        client: &Client,
+        model: Option<&str>,
+        (has_guidance, takes_sampler): (bool, bool),
+    ) -> Result<Asked, Failure> {
         let count = self
             .batch_size
             .unwrap_or(1)
@@ -152,6 +183,8 @@ impl SdRequest {
                 guidance: self.distilled_cfg_scale,
                 negative_prompt: negative.filter(|_| has_guidance),
                 true_guidance: self.cfg_scale.filter(|_| has_guidance),
+                // Models that are sampled in one way alone take no sampler, which clients always send.
+                sampler: self.sampler().filter(|_| takes_sampler),
                 seed: self.seed.and_then(|seed| u64::try_from(seed).ok()),
                 max_sequence_length: None,
                 strength: None,
@@ -248,7 +281,9 @@ async fn made(
         .find(|listed| listed.id == model || listed.id == base);
     let defaults = details.and_then(|listed| listed.details.as_ref().ok());
     let has_guidance = defaults.is_some_and(|details| details.defaults.true_guidance > 1.0);
-    let mut asked = request.asked(client, Some(&model), has_guidance)?;
+    let takes_sampler = defaults.is_some_and(|details| details.reads.has(Field::Sampler));
+    let mut asked = request.asked(client, Some(&model), (has_guidance, takes_sampler))?;
+    let sampler = media::sampler_of(asked.sampling.sampler);
     if let Some((init, mask, strength)) = start {
         asked.init_image = Some(init);
         asked.mask = mask.map(Into::into);
@@ -262,13 +297,19 @@ async fn made(
         Some(MediaFormat::Image { width, height }) => (width, height),
         _ => (0, 0), // it is a picture
     };
-    Ok(Json(answer(request, &model, report.seed, size, images)))
+    Ok(Json(answer(
+        request,
+        (&model, sampler),
+        report.seed,
+        size,
+        images,
+    )))
 }
 
 /// The answer in the form that the clients read: `info` is JSON in a text.
 fn answer(
     request: &SdRequest,
-    model: &str,
+    (model, sampler): (&str, &str),
     seed: u64,
     (width, height): (u32, u32),
     images: Vec<String>,
@@ -279,21 +320,21 @@ fn answer(
     let seed_of = |item| seed.wrapping_add(item);
     let seeds: Vec<u64> = (0..images.len() as u64).map(seed_of).collect();
     let told = format!(
-        "{prompt}\nNegative prompt: {negative}\nSteps: {steps}, Sampler: {SAMPLER}, CFG scale: {cfg}"
+        "{prompt}\nNegative prompt: {negative}\nSteps: {steps}, Sampler: {sampler}, CFG scale: {cfg}"
     );
     let of_seed = |seed: &u64| format!("{told}, Seed: {seed}, Size: {width}x{height}, Model: {model}");
     let texts: Vec<String> = seeds.iter().map(of_seed).collect();
     let info = json!({
         "prompt": prompt, "all_prompts": vec![&prompt; images.len()],
         "negative_prompt": negative, "all_negative_prompts": vec![&negative; images.len()],
-        "seed": seed, "all_seeds": seeds, "width": width, "height": height, "sampler_name": SAMPLER, "cfg_scale": cfg,
+        "seed": seed, "all_seeds": seeds, "width": width, "height": height, "sampler_name": sampler, "cfg_scale": cfg,
         "steps": steps, "batch_size": images.len(), "sd_model_name": model,
         "denoising_strength": request.denoising_strength, "clip_skip": 1, "extra_generation_params": {},
         "index_of_first_image": 0, "infotexts": texts,
     });
     let parameters = json!({
         "prompt": prompt, "negative_prompt": negative, "seed": seed, "width": width, "height": height, "steps": steps,
-        "cfg_scale": cfg, "batch_size": images.len(), "sampler_name": SAMPLER,
+        "cfg_scale": cfg, "batch_size": images.len(), "sampler_name": sampler,
     });
     let images = if request.send_images == Some(false) {
         Vec::new()
@@ -376,14 +417,19 @@ pub(crate) async fn interrupt(State(served): State<Served>, client: Client) -> R
     Ok(Json(json!({})))
 }
 
-/// Lists of what does not differ here: samplers, schedulers, upscalers.
+/// Lists of what does not differ between models here: samplers, schedulers, upscalers.
 #[utoipa::path(get, path = "/sdapi/v1/{list}", tag = "sdapi", params(("list" = String, Path)),
     responses((status = 200, body = Vec<Object>), (status = 404, body = ErrorBody)))]
 pub(crate) async fn lists(list: Result<Path<String>, PathRejection>) -> Result<Json<Value>, Failure> {
     let Path(list) = list?;
     let none = Value::Null;
     Ok(Json(match list.as_str() {
-        "samplers" => json!([{"name": SAMPLER, "aliases": ["euler", "k_euler"], "options": {}}]),
+        "samplers" => SAMPLERS
+            .iter()
+            .map(|(sampler, aliases)| {
+                json!({"name": media::sampler_of(Some(*sampler)), "aliases": aliases, "options": {}})
+            })
+            .collect(),
         "schedulers" => {
             json!([{"name": "automatic", "label": "Automatic", "aliases": none, "default_rho": -1, "need_inner_model": false}])
         }

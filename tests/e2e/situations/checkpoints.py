@@ -572,11 +572,12 @@ RELATIVES = [
         "guidance_in.in_layer.weight",
     ),
     relative(
-        "sdxl",
+        "sdxl-refiner",
         "alexopus/ComfyUI-Image-Saver#39",
-        "it is Stable Diffusion XL",
+        "it is the refiner of Stable Diffusion XL",
         "model.diffusion_model.input_blocks.0.0.weight",
         "model.diffusion_model.label_emb.0.0.weight",
+        "conditioner.embedders.0.model.ln_final.weight",
     ),
     relative(
         "lora-as-a-model",

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use hub::catalogue::Makes;
-use model::Sampling;
+use model::{Sampler, Sampling};
 use residency::Bytes;
 
 use super::formats::Formats;
@@ -130,6 +130,9 @@ pub(crate) struct SamplingArguments {
     /// Over 1: two passes in every step, away from the negative prompt by this scale
     #[arg(long, value_name = "SCALE", help_heading = "Sampling")]
     pub(crate) true_guidance: Option<f32>,
+    /// Picture: how noise is removed, of a model with several ways: euler, euler_ancestral, dpmpp_2m_karras
+    #[arg(long, value_name = "NAME", value_parser = sampler_named, help_heading = "Sampling")]
+    pub(crate) sampler: Option<Sampler>,
     /// Seed; item i uses seed + i [default: random]
     #[arg(long, help_heading = "Sampling", allow_negative_numbers = true)]
     pub(crate) seed: Option<u64>,
@@ -152,11 +155,17 @@ impl SamplingArguments {
             guidance: self.guidance,
             negative_prompt: self.negative.clone(),
             true_guidance: self.true_guidance,
+            sampler: self.sampler,
             seed: self.seed,
             max_sequence_length: self.max_sequence_length,
             strength: self.strength,
         }
     }
+}
+
+/// A sampler by its name in requests.
+fn sampler_named(name: &str) -> Result<Sampler, String> {
+    name.parse()
 }
 
 /// How a job is run.

@@ -15,6 +15,7 @@ use pipelines::flux::TransformerConfig as FluxTransformer;
 use pipelines::flux2::TransformerConfig as Flux2Transformer;
 use pipelines::hunyuan::TransformerConfig as HunyuanTransformer;
 use pipelines::ovi::FusionConfig;
+use pipelines::sdxl::UnetConfig;
 use pipelines::text::clip::ClipConfig;
 use pipelines::text::llama::LlamaConfig;
 use pipelines::text::qwen3::Qwen3Config;
@@ -107,6 +108,27 @@ fn write_flux(folder: &Path, has_guidance: bool) {
     let config = json!({"d_model": 4096, "d_ff": 10240, "num_layers": 24, "num_heads": 64,
         "feed_forward_proj": "gated-gelu"});
     let shapes = |config: T5Config| config.tensor_shapes(&|_| false);
+    write(&folder.join("text_encoder_2"), config, TRANSFORMERS, shapes);
+}
+
+fn write_sdxl(folder: &Path) {
+    copy_rest(&fixture("sdxl-tiny"), folder);
+    let shapes = |config: UnetConfig| config.tensor_shapes().collect();
+    write(&folder.join("unet"), json!({}), DIFFUSERS, shapes);
+    let (down, up) = (["DownEncoderBlock2D"; 4], ["UpDecoderBlock2D"; 4]);
+    let config = json!({"latent_channels": 4, "block_out_channels": [128, 256, 512, 512], "layers_per_block": 2,
+        "sample_size": 1024, "scaling_factor": 0.13025, "down_block_types": down, "up_block_types": up});
+    write(&folder.join("vae"), config, DIFFUSERS, |config: VaeConfig| {
+        config.tensor_shapes()
+    });
+    write_clip(folder, "text_encoder");
+    let config = json!({"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32,
+        "num_attention_heads": 20, "hidden_act": "gelu", "projection_dim": 1280});
+    let shapes = |config: ClipConfig| {
+        let mut shapes = config.tensor_shapes(&|_| false);
+        shapes.push(config.projection_shape());
+        shapes
+    };
     write(&folder.join("text_encoder_2"), config, TRANSFORMERS, shapes);
 }
 
@@ -285,6 +307,7 @@ pub(super) fn write_model(name: &str, folder: &Path) -> PathBuf {
         "flux-schnell" => write_flux(folder, false),
         "flux-dev" => write_flux(folder, true),
         "z-image-turbo" => write_z_image(folder),
+        "sdxl-base" => write_sdxl(folder),
         "flux2-klein-4b" => write_flux2(folder, true, [5, 20, 24], [2560, 9728]),
         "flux2-base-4b" => write_flux2(folder, false, [5, 20, 24], [2560, 9728]),
         "flux2-klein-9b" => write_flux2(folder, true, [8, 24, 32], [4096, 12_288]),

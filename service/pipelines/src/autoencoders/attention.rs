@@ -4,11 +4,10 @@ use candle_core::{DType, Tensor};
 use model::StageError;
 use ops::{AttentionShape, ChannelNorm, MapReading, Mask, MaskShape, Onto};
 
-use super::convolution::Convolution;
-use super::norm::GroupNorm;
 use super::pass::Map;
 use super::source::LayerSource;
 use super::strips::{Goes, Walk};
+use crate::maps::{Convolution, GroupNorm};
 
 /// `Attention` of diffusers, in the middle of either half.
 #[derive(Clone, Debug)]

@@ -6,13 +6,12 @@ use model::StageError;
 use ops::Onto;
 
 use super::attention::Attention;
-use super::convolution::Convolution;
 use super::kernels::Resize;
-use super::norm::GroupNorm;
 use super::resnet::{Maps, Resnet, norm_and_convolve_to_frames};
 use super::source::{LayerSource, TensorSource};
 use super::strips::{Reading, Walk, convolve};
 use super::table::{Layer, Layers};
+use crate::maps::{Convolution, GroupNorm};
 
 /// A [`Layer`] with its tensors.
 #[derive(Clone, Debug)]

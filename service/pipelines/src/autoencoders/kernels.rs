@@ -1,5 +1,10 @@
 //! The axes of an autoencoder's kernels, and the padding of maps for them.
 
+use candle_core::{DType, Result};
+use ops::Filter;
+
+use crate::maps::Convolution;
+
 /// Side of every kernel, except those of one position.
 const SIDE: usize = 3;
 
@@ -37,6 +42,18 @@ pub(super) enum Kernels {
 }
 
 impl Kernels {
+    /// The axes of a convolution's kernel, and its filter for maps `[h, t, w, c]` (without frames where it has no axis of
+    /// frames).
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn with_filter(convolution: &Convolution, dtype: DType) -> Result<(Kernels, Filter)> {
+        Ok(match convolution.has_frames() {
+            true => (Kernels::Causal, convolution.rows_first(dtype)?),
+            false => (Kernels::Flat, convolution.filter(dtype)?),
+        })
+    }
+
     /// Name of the tensors of a convolution.
     pub(super) fn layer(self, name: &str) -> String {
         match self {

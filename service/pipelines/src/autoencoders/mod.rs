@@ -18,12 +18,10 @@
 //! ([`wan`]) stream: their layers remember the frames and the rows before, and no map is whole.
 
 mod attention;
-mod convolution;
 mod frames;
 mod half;
 mod kernels;
 mod moments;
-mod norm;
 mod pass;
 mod planned;
 mod resnet;

@@ -4,11 +4,10 @@ use candle_core::{DType, Tensor};
 use model::StageError;
 use ops::{Affine, Onto};
 
-use super::convolution::Convolution;
-use super::norm::GroupNorm;
 use super::pass::StripSize;
 use super::source::LayerSource;
 use super::strips::{Goes, Reading, StripConvolution, Walk, convolve};
+use crate::maps::{Convolution, GroupNorm};
 
 type Outcome<T> = std::result::Result<T, StageError>;
 

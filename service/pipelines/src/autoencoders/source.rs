@@ -5,9 +5,11 @@ use gpu::{ComponentTensors, Weight};
 use model::StageError;
 
 use super::COMPONENT;
-use super::convolution::Convolution;
 use super::kernels::Kernels;
-use super::norm::GroupNorm;
+use crate::maps::{Convolution, GroupNorm};
+
+/// The epsilon of every group norm of an autoencoder (`resnet_eps`).
+const EPSILON: f64 = 1e-6;
 
 /// Takes tensors out of a component, in the dtype of maps.
 #[derive(Clone, Copy)]
@@ -78,7 +80,7 @@ impl LayerSource<'_> {
     pub(super) fn norm(&self, name: &str, channels: usize) -> Result<GroupNorm, StageError> {
         let weight = self.tensors.tensor(&format!("{name}.weight"), &[channels])?;
         let bias = self.tensors.tensor(&format!("{name}.bias"), &[channels])?;
-        Ok(GroupNorm::new(weight, bias, self.groups)?)
+        Ok(GroupNorm::new(weight, bias, self.groups, EPSILON)?)
     }
 }
 

@@ -8,9 +8,9 @@ use candle_core::{DType, Device, Result, Tensor};
 use model::StageError;
 use ops::{Affine, ChannelNorm, Enlarge, Filter, MapReading, Onto, Pad, Steps};
 
-use super::convolution::Convolution;
 use super::kernels::{Kernels, Resize};
 use super::pass::{Map, Pass, Rows, StripSize};
+use crate::maps::Convolution;
 
 type Outcome<T> = std::result::Result<T, StageError>;
 
@@ -131,7 +131,7 @@ impl<'a> StripConvolution<'a> {
             channels,
             sides: [height, frames, width],
         };
-        let (kernels, filter) = convolution.filter(map.dtype())?;
+        let (kernels, filter) = Kernels::with_filter(convolution, map.dtype())?;
         let resized = (reading.enlarged, reading.halved);
         let outputs = convolution.outputs();
         let pass = Pass::new(kernels, from, outputs, resized, reading.normed.is_some());

@@ -15,6 +15,8 @@ use crate::files::{damaged, pipeline_class, unsupported};
 pub(crate) struct Marks {
     /// Display name of the family.
     pub(crate) family: &'static str,
+    /// Name of the component that its single files have, and of its folder.
+    pub(crate) component: &'static str,
     /// Prefix of the class in its `model_index.json`.
     pub(crate) class_prefix: &'static str,
     /// The supported pipeline classes.
@@ -51,7 +53,7 @@ impl Marks {
             let is_folder = self.is_folder(path)?;
             let base = is_folder.then(|| canonical(path)).transpose()?;
             return Ok(base.map(|base| Recognised {
-                transformer: TransformerPlace::Folder(base.join("transformer")),
+                transformer: TransformerPlace::Folder(base.join(self.component)),
                 base,
             }));
         }

@@ -100,9 +100,9 @@ mod tests {
                 ],
             ),
             (
-                "XL",
+                "refiner",
                 &[
-                    "model.diffusion_model.input_blocks.0.0.weight",
+                    "conditioner.embedders.0.model.transformer.resblocks.0.ln_1.weight",
                     "model.diffusion_model.label_emb.0.0.weight",
                 ],
             ),
@@ -110,7 +110,7 @@ mod tests {
                 "Stable Diffusion 1",
                 &[
                     "model.diffusion_model.input_blocks.0.0.weight",
-                    "model.diffusion_model.time_embed.0.weight",
+                    "model.diffusion_model.input_blocks.1.1.proj_in.weight",
                 ],
             ),
             (
@@ -187,6 +187,18 @@ mod tests {
             &[
                 "txt_in.individual_token_refiner.blocks.0.self_attn.qkv.weight",
                 "double_blocks.0.img_attn.qkv.weight",
+            ],
+            &[
+                "model.diffusion_model.input_blocks.0.0.weight",
+                "model.diffusion_model.input_blocks.1.0.in_layers.0.weight",
+                "model.diffusion_model.label_emb.0.0.weight",
+                "conditioner.embedders.0.transformer.text_model.embeddings.position_ids",
+                "conditioner.embedders.1.model.transformer.resblocks.0.ln_1.weight",
+            ],
+            &[
+                "down_blocks.0.resnets.0.time_emb_proj.weight",
+                "down_blocks.1.attentions.0.norm.weight",
+                "add_embedding.linear_1.weight",
             ],
             &[
                 "patch_embedding.weight",

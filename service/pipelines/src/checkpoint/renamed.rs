@@ -12,6 +12,7 @@ use super::{LayerNames, TensorSpec};
 use crate::{AdapterFile, Model, Precision, families};
 
 const TRANSFORMER: &str = "transformer";
+const UNET: &str = "unet";
 
 /// Prefixes that programs add to all names of a checkpoint.
 const IN_FRONT: [&str; 8] = [
@@ -48,9 +49,9 @@ fn pipeline(folders: &[(&str, &str)]) -> TempDir {
     root
 }
 
-/// A transformer's tensors in its authors' names.
-fn in_authors_names(base: &Path, specs: &[TensorSpec]) -> BTreeMap<String, Tensor> {
-    let weights = base.join(TRANSFORMER).join("diffusion_pytorch_model.safetensors");
+/// The tensors of a transformer or UNet in its authors' names.
+fn in_authors_names(base: &Path, component: &str, specs: &[TensorSpec]) -> BTreeMap<String, Tensor> {
+    let weights = base.join(component).join("diffusion_pytorch_model.safetensors");
     let ours: HashMap<String, Tensor> = candle_core::safetensors::load(weights, &Device::Cpu).unwrap();
     let mut rows: BTreeMap<&str, BTreeMap<usize, Tensor>> = BTreeMap::new();
     for spec in specs {
@@ -130,12 +131,12 @@ fn opened(path: &Path) -> std::sync::Arc<dyn Model> {
 }
 
 /// Asserts that a file of the authors' tensors has the same tensors after every renaming.
-fn assert_checkpoints(root: &Path, names: LayerNames, specs: &[TensorSpec]) {
-    let tensors = in_authors_names(&root.join("base"), specs);
+fn assert_checkpoints(root: &Path, component: &str, names: LayerNames, specs: &[TensorSpec]) {
+    let tensors = in_authors_names(&root.join("base"), component, specs);
     let file = root.join("single.safetensors");
     let read = |tensors: &HashMap<String, Tensor>| {
         candle_core::safetensors::save(tensors, &file).unwrap();
-        content(opened(&file).load_plan(TRANSFORMER).unwrap())
+        content(opened(&file).load_plan(component).unwrap())
     };
     let expected = read(&tensors.clone().into_iter().collect());
     assert!(!expected.is_empty());
@@ -158,7 +159,7 @@ fn assert_checkpoints(root: &Path, names: LayerNames, specs: &[TensorSpec]) {
 }
 
 /// Asserts that an adapter of every linear layer has the same tensors after every renaming, with dots and as kohya writes names.
-fn assert_adapters(base: &Path, names: LayerNames, specs: &[TensorSpec]) {
+fn assert_adapters(base: &Path, component: &str, names: LayerNames, specs: &[TensorSpec]) {
     let folder = TempDir::new().unwrap();
     let model = opened(base);
     let mut pairs: BTreeMap<String, [usize; 2]> = BTreeMap::new();
@@ -191,7 +192,7 @@ fn assert_adapters(base: &Path, names: LayerNames, specs: &[TensorSpec]) {
             ignores_unknown: false,
         };
         let adapted = model.with_adapters(&[file]).unwrap();
-        content(adapted.load_plan("adapter:one:transformer").unwrap())
+        content(adapted.load_plan(&format!("adapter:one:{component}")).unwrap())
     };
     let expected = read(&str::to_owned);
     assert!(!expected.is_empty());
@@ -208,8 +209,8 @@ fn flux_gives_the_same_under_every_name() {
     let base = root.path().join("base");
     let config = crate::files::read_json(&base.join("transformer/config.json")).unwrap();
     let (names, xlabs, specs) = crate::flux::names_and_layout(&config);
-    assert_checkpoints(root.path(), names, &specs);
-    assert_adapters(&base, xlabs, &specs);
+    assert_checkpoints(root.path(), TRANSFORMER, names, &specs);
+    assert_adapters(&base, TRANSFORMER, xlabs, &specs);
 }
 
 #[test]
@@ -218,8 +219,18 @@ fn flux2_gives_the_same_under_every_name() {
     let base = root.path().join("base");
     let config = crate::files::read_json(&base.join("transformer/config.json")).unwrap();
     let (names, specs) = crate::flux2::names_and_layout(&config);
-    assert_checkpoints(root.path(), names, &specs);
-    assert_adapters(&base, names, &specs);
+    assert_checkpoints(root.path(), TRANSFORMER, names, &specs);
+    assert_adapters(&base, TRANSFORMER, names, &specs);
+}
+
+#[test]
+fn sdxl_gives_the_same_under_every_name() {
+    let root = pipeline(&[("sdxl-tiny", "")]);
+    let base = root.path().join("base");
+    let config = crate::files::read_json(&base.join("unet/config.json")).unwrap();
+    let (names, specs) = crate::sdxl::names_and_layout(&config);
+    assert_checkpoints(root.path(), UNET, names, &specs);
+    assert_adapters(&base, UNET, names, &specs);
 }
 
 #[test]
@@ -232,8 +243,8 @@ fn hunyuan_video_gives_the_same_under_every_name() {
     let base = root.path().join("base");
     let config = crate::files::read_json(&base.join("transformer/config.json")).unwrap();
     let (names, specs) = crate::hunyuan::names_and_layout(&config);
-    assert_checkpoints(root.path(), names, &specs);
-    assert_adapters(&base, names, &specs);
+    assert_checkpoints(root.path(), TRANSFORMER, names, &specs);
+    assert_adapters(&base, TRANSFORMER, names, &specs);
 }
 
 #[test]
@@ -246,8 +257,8 @@ fn z_image_gives_the_same_under_every_name() {
     let weights = gpu::CheckpointFile::open(&weights).unwrap();
     config.timestep_inner = weights.get("t_embedder.mlp.0.weight").unwrap().shape[0];
     let (names, specs) = crate::z_image::names_and_layout(&config);
-    assert_checkpoints(root.path(), names, &specs);
-    assert_adapters(&base, names, &specs);
+    assert_checkpoints(root.path(), TRANSFORMER, names, &specs);
+    assert_adapters(&base, TRANSFORMER, names, &specs);
 }
 
 #[test]
@@ -256,8 +267,8 @@ fn wan_gives_the_same_under_every_name() {
     let base = root.path().join("base");
     let config = crate::files::read_json(&base.join("transformer/config.json")).unwrap();
     let (names, specs) = crate::wan::names_and_layout(&config);
-    assert_checkpoints(root.path(), names, &specs);
-    assert_adapters(&base, names, &specs);
+    assert_checkpoints(root.path(), TRANSFORMER, names, &specs);
+    assert_adapters(&base, TRANSFORMER, names, &specs);
 }
 
 #[test]
@@ -266,7 +277,7 @@ fn ace_step_takes_adapters_under_every_name() {
     let base = root.path().join("base");
     let config = crate::files::read_json(&base.join("transformer/config.json")).unwrap();
     let (names, specs) = crate::ace_step::names_and_layout(&config);
-    assert_adapters(&base, names, &specs);
+    assert_adapters(&base, TRANSFORMER, names, &specs);
     // Authors' names begin with the component, or do not.
     let bare: Vec<TensorSpec> = specs
         .into_iter()
@@ -275,5 +286,5 @@ fn ace_step_takes_adapters_under_every_name() {
             ..spec
         })
         .collect();
-    assert_adapters(&base, names, &bare);
+    assert_adapters(&base, TRANSFORMER, names, &bare);
 }

@@ -38,6 +38,7 @@ pub(super) const FOLDERS: [&str; 7] = [
 /// Detection rules of FLUX.
 pub(super) const MARKS: Marks = Marks {
     family: "FLUX",
+    component: "transformer",
     class_prefix: "Flux",
     pipelines: &PIPELINES,
     namings: [

@@ -12,8 +12,8 @@ use super::config::{MASK_WIDTH, TransformerConfig};
 use super::control_net::{OpenControlNet, acts_in};
 use super::model::FluxModel;
 use super::transformer::pack;
-use crate::start::{CHANGES, steps_run};
-use crate::{ControlUse, Image, InitImage, Mask, Request, RequestError, StageError, StagePlan, ValueShape};
+use crate::start::{changes, steps_run};
+use crate::{ControlUse, Image, InitImage, Request, RequestError, StageError, StagePlan, ValueShape};
 
 /// Names of the stages. That of a control picture is followed by its number.
 pub(super) const ENCODE_CONTROL: &str = "encode_control_";
@@ -200,29 +200,6 @@ impl FluxModel {
             |r: &InitImage| (r.width / PIXELS_PER_TOKEN) as usize * (r.height / PIXELS_PER_TOKEN) as usize;
         image.references.iter().map(tokens).sum()
     }
-}
-
-/// The masked picture, f32 `[1, 3, height, width]` of -1 to 1: 0 in the part that changes, and everywhere without a picture. In
-/// host memory.
-pub(super) fn masked_picture(image: &Image) -> candle_core::Result<Tensor> {
-    let (width, height) = (image.width as usize, image.height as usize);
-    let mut picture = vec![0f32; 3 * width * height];
-    if let Some(init) = &image.init_image {
-        for (place, pixel) in init.rgb.chunks_exact(3).enumerate() {
-            if changes(image.mask.as_ref(), place) {
-                continue;
-            }
-            for (channel, &byte) in pixel.iter().enumerate() {
-                picture[channel * width * height + place] = 2.0 * (f32::from(byte) / 255.0) - 1.0;
-            }
-        }
-    }
-    Tensor::from_vec(picture, (1, 3, height, width), &Device::Cpu)
-}
-
-/// Whether a pixel changes; without a mask, all do.
-fn changes(mask: Option<&Mask>, place: usize) -> bool {
-    mask.is_none_or(|mask| mask.grey.get(place).is_none_or(|grey| *grey >= CHANGES))
 }
 
 /// Fill's conditioning, f32 `[1, tokens, width + 256]` in host memory: the packed masked latent, and the mask's pixels, 8 by 8

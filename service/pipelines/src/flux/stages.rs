@@ -11,7 +11,6 @@ use model::bounds::PIXELS_PER_TOKEN;
 use super::control_net::{ControlNet, Controls, PreparedControl, acts_in};
 use super::edit::{
     CONTROL, ENCODE_CONTROL, ENCODE_MASKED, ENCODE_REFERENCE, MASKED, REFERENCE, Variant, fill_conditioning,
-    masked_picture,
 };
 use super::model::FluxModel;
 use super::transformer::{Conditioning, Prompted, Reference, Transformer, pack, unpack};
@@ -20,7 +19,7 @@ use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoders::kl::stages::{Run, send_preview};
 use crate::sampling::{Conditions, Prompts, SampledLatent};
 use crate::stage::{Stage, named, unknown};
-use crate::start::{Start, StartRule, start};
+use crate::start::{Start, StartRule, masked_picture, start};
 use crate::tensors::to_host;
 use crate::text::clip::ClipEncoder;
 use crate::text::t5::T5Encoder;

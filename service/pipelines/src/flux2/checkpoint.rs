@@ -22,6 +22,7 @@ pub(super) const FOLDERS: [&str; 5] = ["scheduler", "text_encoder", "tokenizer",
 /// Detection rules of FLUX.2.
 pub(super) const MARKS: Marks = Marks {
     family: "FLUX.2 klein",
+    component: "transformer",
     class_prefix: "Flux2",
     pipelines: &PIPELINES,
     namings: [

@@ -44,6 +44,7 @@ pub(super) const PARTS: [(&str, &[&str]); 1] =
 /// Detection rules of the family.
 pub(super) const MARKS: Marks = Marks {
     family: "HunyuanVideo",
+    component: "transformer",
     class_prefix: "HunyuanVideo",
     pipelines: &PIPELINES,
     namings: [

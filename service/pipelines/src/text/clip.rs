@@ -1,4 +1,5 @@
-//! CLIP's text encoder: transformers' `CLIPTextModel`. FLUX uses the pooled output.
+//! CLIP's text encoder: transformers' `CLIPTextModel`, of which FLUX uses the pooled output, and `CLIPTextModelWithProjection`. SDXL
+//! uses the states before the last layer of both.
 
 use std::path::Path;
 
@@ -22,6 +23,12 @@ use crate::linear::{Linear, largest_scratch};
 
 /// Prefix of all names in published checkpoints.
 const PREFIX: &str = "text_model.";
+
+/// Name of the projection's tensor, `[projection_dim, hidden_size]`.
+const PROJECTION: &str = "text_projection.weight";
+
+/// Its name in OpenCLIP, where it is transposed, `[hidden_size, projection_dim]`.
+pub(crate) const TRANSPOSED_PROJECTION: &str = "text_projection";
 
 /// The legacy `eos_token_id` of published configurations, which no tokenizer has: the end of the prompt is then the
 /// highest id in it.
@@ -47,6 +54,8 @@ pub struct ClipConfig {
     pub layer_norm_eps: f64,
     /// The token at which the output is pooled.
     pub eos_token_id: u32,
+    /// Width of the projection of the pooled output, where there is one ([`ClipProjection`]).
+    pub projection_dim: usize,
 }
 
 impl Default for ClipConfig {
@@ -61,6 +70,7 @@ impl Default for ClipConfig {
             hidden_act: "quick_gelu".to_owned(),
             layer_norm_eps: 1e-5,
             eos_token_id: 49407,
+            projection_dim: 512,
         }
     }
 }
@@ -86,12 +96,31 @@ impl ClipConfig {
         }
     }
 
+    /// The configuration of OpenCLIP's bigG, whose single files have none.
+    pub fn big_g() -> ClipConfig {
+        ClipConfig {
+            hidden_size: 1280,
+            intermediate_size: 5120,
+            num_hidden_layers: 32,
+            num_attention_heads: 20,
+            hidden_act: "gelu".to_owned(),
+            projection_dim: 1280,
+            ..ClipConfig::default()
+        }
+    }
+
+    /// Name and shape of the projection's tensor ([`ClipProjection`]).
+    pub fn projection_shape(&self) -> (String, Vec<usize>) {
+        (PROJECTION.to_owned(), vec![self.projection_dim, self.hidden_size])
+    }
+
     /// Checks that this encoder is supported.
     ///
     /// # Errors
     /// The unsupported setting, in words.
     pub fn check(&self) -> Result<(), String> {
         let widths = [
+            self.projection_dim,
             self.hidden_size,
             self.intermediate_size,
             self.max_position_embeddings,
@@ -421,6 +450,29 @@ impl ClipEncoder {
     /// [`StageError::Cancelled`]; [`StageError::NotFinite`]; [`StageError::BadInput`] for ids out of range, or too
     /// many.
     pub fn forward(&self, ids: &[u32], cancelled: &dyn Fn() -> bool) -> Result<ClipOutput, StageError> {
+        self.run(ids, None, cancelled)
+    }
+
+    /// As [`ClipEncoder::forward`]. The states before the last layer, `hidden_states[-2]`, are written to `out` `[tokens, width]`,
+    /// which may be a part of wider rows.
+    ///
+    /// # Errors
+    /// As [`ClipEncoder::forward`].
+    pub fn forward_with_states(
+        &self,
+        ids: &[u32],
+        out: &Tensor,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<ClipOutput, StageError> {
+        self.run(ids, Some(out), cancelled)
+    }
+
+    fn run(
+        &self,
+        ids: &[u32],
+        before_last: Option<&Tensor>,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<ClipOutput, StageError> {
         check_ids(ids, self.config.vocab_size, self.config.max_position_embeddings)?;
         let (device, dtype) = (self.tokens.device(), self.tokens.dtype());
         let linears = self.layers.iter().flat_map(ClipLayer::linears);
@@ -431,9 +483,12 @@ impl ClipEncoder {
         let first = self.layers.first().map_or(&self.norm, |layer| &layer.norm1);
         norm_modulate(&buffers.sum, first.as_norm(), None, &buffers.normed)?;
         let next = self.layers.iter().skip(1).map(|layer| &layer.norm1);
-        for (layer, next) in self.layers.iter().zip(next.chain([&self.norm])) {
+        for (number, (layer, next)) in self.layers.iter().zip(next.chain([&self.norm])).enumerate() {
             if cancelled() {
                 return Err(StageError::Cancelled);
+            }
+            if let Some(out) = before_last.filter(|_| number + 1 == self.layers.len()) {
+                ops::copy_rows(&buffers.sum, out)?;
             }
             layer.forward(&buffers, self.config.num_attention_heads, self.activation, next)?;
         }
@@ -451,5 +506,50 @@ impl ClipEncoder {
             id => id,
         };
         ids.iter().position(|id| *id == end).unwrap_or(0)
+    }
+}
+
+/// The projection of the pooled output of `CLIPTextModelWithProjection`.
+#[derive(Clone, Debug)]
+pub struct ClipProjection {
+    /// `[projection_dim, hidden_size]`, without a bias.
+    linear: Linear,
+}
+
+impl ClipProjection {
+    /// The projection of a component: diffusers' [`PROJECTION`], or OpenCLIP's transposed one.
+    ///
+    /// # Errors
+    /// [`StageError::Missing`] when it is missing or of another shape.
+    pub fn new(
+        config: &ClipConfig,
+        component: &str,
+        tensors: &ComponentTensors,
+    ) -> Result<ClipProjection, StageError> {
+        let (from, to) = (config.hidden_size, config.projection_dim);
+        let shaped = |name: &str, shape: [usize; 2]| {
+            let tensor = tensors.shaped(name, &shape);
+            tensor.map_err(StageError::missing_in(component))
+        };
+        let weight = match tensors.contains(TRANSPOSED_PROJECTION) {
+            // In host memory, where no kernel has to be loaded for it.
+            true => {
+                let transposed = shaped(TRANSPOSED_PROJECTION, [from, to])?;
+                let weight = transposed.to_device(&Device::Cpu)?.t()?.contiguous()?;
+                weight.to_device(transposed.device())?
+            }
+            false => shaped(PROJECTION, [to, from])?,
+        };
+        Ok(ClipProjection {
+            linear: Linear::of(weight, None),
+        })
+    }
+
+    /// `text_embeds` of a pooled output `[1, hidden_size]`: `[1, projection_dim]`.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub fn forward(&self, pooled: &Tensor) -> candle_core::Result<Tensor> {
+        self.linear.forward(pooled)
     }
 }

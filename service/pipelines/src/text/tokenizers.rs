@@ -171,6 +171,36 @@ impl ClipTokenizer {
         Ok(ids)
     }
 
+    /// The ids of a prompt of any length, of which at most `most` tokens are read: chunks of as many tokens as fit between a start
+    /// and an end token, each padded, as A1111's WebUI and ComfyUI encode long prompts. There are at least `least` chunks, of
+    /// which the last may be without tokens.
+    ///
+    /// # Errors
+    /// [`TokenizeError`], for which no input is known.
+    pub fn chunks(&self, prompt: &str, most: usize, least: usize) -> Result<Vec<Vec<u32>>, TokenizeError> {
+        let mut ids = words(&self.words.tokenizer, prompt)?;
+        ids.truncate(most);
+        let room = self.length.saturating_sub(2).max(1);
+        let count = ids.len().div_ceil(room).max(least).max(1);
+        let chunk = |number: usize| {
+            let [first, end] = [number, number + 1].map(|edge| (edge * room).min(ids.len()));
+            let mut chunk = vec![self.start];
+            chunk.extend(&ids[first..end]);
+            chunk.push(self.end);
+            chunk.resize(room + 2, self.pad);
+            chunk
+        };
+        Ok((0..count).map(chunk).collect())
+    }
+
+    /// Tokens of a prompt that [`ClipTokenizer::chunks`] leaves out.
+    ///
+    /// # Errors
+    /// [`TokenizeError`], for which no input is known.
+    pub fn left_out(&self, prompt: &str, most: usize) -> Result<usize, TokenizeError> {
+        Ok(words(&self.words.tokenizer, prompt)?.len().saturating_sub(most))
+    }
+
     /// Checks that the encoder knows all of these tokens.
     ///
     /// # Errors

@@ -31,6 +31,7 @@ const SHIFT_KEY: &str = "shift";
 /// Detection rules of the family.
 pub(crate) const MARKS: Marks = Marks {
     family: "Wan",
+    component: "transformer",
     class_prefix: "Wan",
     pipelines: &PIPELINES,
     namings: [

@@ -23,6 +23,7 @@ pub(super) const FOLDERS: [&str; 5] = ["scheduler", "text_encoder", "tokenizer",
 /// Detection rules of Z-Image.
 pub(super) const MARKS: Marks = Marks {
     family: "Z-Image",
+    component: "transformer",
     class_prefix: "ZImage",
     pipelines: &PIPELINES,
     namings: [

@@ -25,7 +25,7 @@ pub(crate) struct Case {
     pub(crate) file: Option<(&'static str, Write)>,
 }
 
-pub(crate) const CASES: [Case; 10] = [
+pub(crate) const CASES: [Case; 11] = [
     Case {
         name: "flux",
         folders: &[("flux-tiny", "")],
@@ -66,6 +66,18 @@ pub(crate) const CASES: [Case; 10] = [
             ..of(Medium::Image(Image::of(64, 64)))
         },
         quantized: "text_encoder",
+        file: None,
+    },
+    Case {
+        name: "sdxl",
+        folders: &[("sdxl-tiny", "")],
+        request: || Request {
+            guidance: 0.0,
+            negative_prompt: Some("a green hat".to_owned()),
+            true_guidance: 3.0,
+            ..of(Medium::Image(Image::of(64, 80)))
+        },
+        quantized: "text_encoder_2",
         file: None,
     },
     Case {

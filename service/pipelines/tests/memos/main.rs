@@ -24,8 +24,8 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use pipelines::{
-    Audio, Medium, Model, Precision, Preset, Quantization, Request, StageError, Unobserved, Values, families,
-    identity_of_values,
+    Audio, Medium, Model, Precision, Preset, Quantization, Request, Sampler, StageError, Unobserved, Values,
+    families, identity_of_values,
 };
 use serde_json::Value;
 
@@ -46,6 +46,7 @@ fn other_requests(request: &Request) -> Vec<(String, Request)> {
     add("negative_prompt", &|r| {
         (r.negative_prompt, r.true_guidance) = (Some("a square".to_owned()), 3.0);
     });
+    add("sampler", &|r| r.sampler = Some(Sampler::Dpmpp2mKarras));
     add("seed", &|r| r.seed = 8);
     add("max_sequence_length", &|r| r.max_sequence_length = 48);
     add("strength", &|r| r.strength = 1.0);
@@ -292,7 +293,7 @@ fn fields_that_sampling_alone_reads_change_no_identity_of_encoded_text() {
         let request = (case.request)();
         let before = identities(&*model, &request).expect(case.name);
         for (field, other) in other_requests(&request) {
-            if ["steps", "seed"].contains(&field.as_str()) {
+            if ["steps", "sampler", "seed"].contains(&field.as_str()) {
                 assert_eq!(
                     identities(&*model, &other).as_ref(),
                     Some(&before),

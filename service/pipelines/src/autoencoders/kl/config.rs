@@ -101,6 +101,17 @@ impl VaeConfig {
         }
     }
 
+    /// The autoencoder of SDXL, whose single files have no configuration.
+    pub fn sdxl() -> VaeConfig {
+        VaeConfig {
+            block_out_channels: vec![128, 256, 512, 512],
+            layers_per_block: 2,
+            sample_size: 1024,
+            scaling_factor: 0.13025,
+            ..VaeConfig::default()
+        }
+    }
+
     /// Side of the patches that the transformer's latents are made of, 1 without patches.
     pub(super) fn patch(&self) -> usize {
         self.patch_size.map_or(1, |[side, _]| side)

@@ -21,6 +21,7 @@ pub use config::VaeConfig;
 pub use decoder::VaeDecoder;
 pub use encoder::VaeEncoder;
 pub use names::diffusers_name_of_bfl;
+pub(crate) use names::name_in_single_file;
 pub use picture::Rgb8;
 pub(crate) use place::{Place, Published};
 pub use scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder, encode_scratch};

@@ -6,7 +6,7 @@ const RESOLUTIONS: usize = 4;
 
 /// The diffusers name of a tensor of a single file: in Black Forest Labs' names or in diffusers', with or without the prefixes
 /// that programs add.
-pub(super) fn name_in_single_file(name: &str) -> Option<String> {
+pub(crate) fn name_in_single_file(name: &str) -> Option<String> {
     let mut prefixes = ["first_stage_model.", "vae."].into_iter();
     let name = prefixes
         .find_map(|prefix| name.strip_prefix(prefix))

@@ -10,8 +10,8 @@ use super::scratch::Chunking;
 use super::stream::Stream;
 use super::table::{self, Layer};
 use super::tensors::Tensors;
-use crate::autoencoders::convolution::Convolution;
 use crate::autoencoders::source::{TensorSource, device_of, dtype_of_maps, unsupported};
+use crate::maps::Convolution;
 
 const FIRST: &str = "decoder.conv_in.bias";
 

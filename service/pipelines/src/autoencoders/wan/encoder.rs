@@ -10,9 +10,9 @@ use super::scratch::Chunking;
 use super::stream::Stream;
 use super::table::{self, Layer};
 use super::tensors::Tensors;
-use crate::autoencoders::convolution::Convolution;
 use crate::autoencoders::moments::Moments;
 use crate::autoencoders::source::{TensorSource, device_of, dtype_of_maps, finite, unsupported};
+use crate::maps::Convolution;
 
 const FIRST: &str = "encoder.conv_in.bias";
 

@@ -6,9 +6,9 @@ use ops::{ChannelNorm, Enlarge, MapReading, Mask, Onto, Pad, Steps};
 
 use super::arithmetic::{Arithmetic, Blocks, Outcome, Reading, Sides};
 use super::table::Source;
-use crate::autoencoders::convolution::Convolution;
 use crate::autoencoders::pass::StripSize;
 use crate::autoencoders::source::TensorSource;
+use crate::maps::Convolution;
 
 /// `torch.nn.functional.normalize` has this as its least length.
 const LEAST_LENGTH: f64 = 1e-12;
@@ -108,7 +108,7 @@ impl Arithmetic for Tensors<'_> {
     }
 
     fn convolve(&self, layer: &Convolution, map: &Tensor, steps: &Steps, out: &Tensor) -> Outcome<()> {
-        let filter = layer.frames_first(self.dtype)?;
+        let filter = layer.filter(self.dtype)?;
         Ok(ops::convolve(
             map,
             &filter,

@@ -28,7 +28,7 @@ pub(super) const LORA: Relative = marked(
 );
 
 /// Whole models, and files that are no models; the first that fits counts.
-pub(super) const RELATIVES: [Relative; 39] = [
+pub(super) const RELATIVES: [Relative; 40] = [
     LORA,
     Relative {
         name: "a ControlNet, which is used with a model: of FLUX.1 its folder in diffusers' layout is read",
@@ -246,25 +246,28 @@ pub(super) const RELATIVES: [Relative; 39] = [
     },
     marked("AnimateDiff", &[&["motion_modules.0."]]),
     Relative {
-        name: "Stable Diffusion XL",
+        name: "the refiner of Stable Diffusion XL, of which the base model runs here",
+        classes: &[],
+        architectures: &[],
+        marks: &[&["conditioner.embedders.0.model."]],
+    },
+    Relative {
+        name: "another kind of Stable Diffusion XL, with control or instructions",
         classes: &["StableDiffusionXL"],
-        architectures: &["sdxl"],
-        marks: &[
-            &["input_blocks.0.0.", "label_emb.0.0."],
-            &[
-                "down_blocks.0.resnets.0.time_emb_proj.",
-                "add_embedding.linear_1.",
-            ],
-            &["conditioner.embedders."],
-        ],
+        architectures: &[],
+        marks: &[],
     },
     Relative {
         name: "Stable Diffusion 1 or 2",
         classes: &["StableDiffusion", "AltDiffusion"],
         architectures: &["sd1"],
         marks: &[
-            &["input_blocks.0.0.", "time_embed.0."],
-            &["down_blocks.0.resnets.0.time_emb_proj."],
+            // Attention at the finest resolution, which SDXL has not.
+            &["input_blocks.0.0.", "input_blocks.1.1."],
+            &[
+                "down_blocks.0.resnets.0.time_emb_proj.",
+                "down_blocks.0.attentions.0.",
+            ],
             &["cond_stage_model."],
         ],
     },

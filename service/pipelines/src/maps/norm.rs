@@ -1,37 +1,44 @@
-//! Group norm: statistics of the whole map, then scale and shift per channel, applicable to any strip.
+//! Group norm: statistics of a whole map, then scale and shift per channel, applicable to any strip.
 
 use candle_core::{Result, Tensor};
 use ops::Affine;
 
-/// The epsilon of every group norm of the autoencoder (`resnet_eps`).
-const EPSILON: f64 = 1e-6;
-
 /// Parameters of a group norm.
 #[derive(Clone, Debug)]
-pub(super) struct GroupNorm {
+pub(crate) struct GroupNorm {
     /// `[c]`, in the dtype of maps.
     weight: Tensor,
     /// `[c]`.
     bias: Tensor,
     groups: usize,
+    /// Added to the variance.
+    eps: f64,
 }
 
 impl GroupNorm {
-    pub(super) fn new(weight: Tensor, bias: Tensor, groups: usize) -> Result<GroupNorm> {
+    /// A norm of `groups` groups with a weight and a bias `[c]`.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn new(weight: Tensor, bias: Tensor, groups: usize, eps: f64) -> Result<GroupNorm> {
         Ok(GroupNorm {
             weight: weight.contiguous()?,
             bias: bias.contiguous()?,
             groups,
+            eps,
         })
     }
 
     /// Statistics of a whole map `[.., c]`.
-    pub(super) fn measure(&self, map: &Tensor) -> Result<Affine> {
+    ///
+    /// # Errors
+    /// When shapes do not match.
+    pub(crate) fn measure(&self, map: &Tensor) -> Result<Affine> {
         let norm = ops::GroupNorm {
             groups: self.groups,
             weight: &self.weight,
             bias: &self.bias,
-            eps: EPSILON,
+            eps: self.eps,
         };
         ops::group_moments(map, None, &norm)
     }

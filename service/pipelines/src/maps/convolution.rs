@@ -4,16 +4,14 @@ use candle_core::{D, DType, Result, Tensor};
 use gpu::Weight;
 use ops::{Filter, Onto, Steps};
 
-use super::kernels::Kernels;
-
 /// A convolution with its bias.
 #[derive(Clone, Debug)]
-pub(super) struct Convolution {
+pub(crate) struct Convolution {
     /// `[out, in, rows, columns]`, `[out, in, frames, rows, columns]` or `[out, in]`. Converted to a [`Filter`], and
     /// dequantized, at every run: that takes a card microseconds, and avoids a second copy of all weights.
     weight: Weight,
     /// `[out]`.
-    pub(super) bias: Tensor,
+    pub(crate) bias: Tensor,
 }
 
 impl Convolution {
@@ -21,7 +19,7 @@ impl Convolution {
     ///
     /// # Errors
     /// When the weight has another rank.
-    pub(super) fn new(weight: Weight, bias: Tensor) -> Result<Convolution> {
+    pub(crate) fn new(weight: Weight, bias: Tensor) -> Result<Convolution> {
         if !matches!(weight.dims().len(), 2 | 4 | 5) {
             candle_core::bail!("a convolution with a weight of shape {:?}", weight.dims())
         }
@@ -32,25 +30,36 @@ impl Convolution {
     }
 
     /// Channels of the output.
-    pub(super) fn outputs(&self) -> usize {
+    pub(crate) fn outputs(&self) -> usize {
         self.weight.dims().first().copied().unwrap_or_default()
     }
 
-    /// The axes of the kernel, and the filter for maps `[h, t, w, c]` (without frames where it has no axis of frames).
-    pub(super) fn filter(&self, dtype: DType) -> Result<(Kernels, Filter)> {
-        Ok(match self.weight.dims().len() {
-            5 => (Kernels::Causal, Filter::rows_first(&self.weight, dtype)?),
-            _ => (Kernels::Flat, Filter::new(&self.weight, dtype)?),
-        })
+    /// Whether the kernel has an axis of frames.
+    pub(crate) fn has_frames(&self) -> bool {
+        self.weight.dims().len() == 5
     }
 
     /// The filter for maps whose axes are in the order of the weight's: `[h, w, c]` or `[t, h, w, c]`.
-    pub(super) fn frames_first(&self, dtype: DType) -> Result<Filter> {
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn filter(&self, dtype: DType) -> Result<Filter> {
         Filter::new(&self.weight, dtype)
     }
 
+    /// The filter for maps `[h, t, w, c]`, of a kernel with frames.
+    ///
+    /// # Errors
+    /// When it has none; errors of the device.
+    pub(crate) fn rows_first(&self, dtype: DType) -> Result<Filter> {
+        Filter::rows_first(&self.weight, dtype)
+    }
+
     /// A convolution of single positions, of a contiguous map `[.., in]` to `[.., out]`.
-    pub(super) fn of_positions(&self, map: &Tensor, out: &Tensor, onto: Onto) -> Result<()> {
+    ///
+    /// # Errors
+    /// When shapes do not match.
+    pub(crate) fn of_positions(&self, map: &Tensor, out: &Tensor, onto: Onto) -> Result<()> {
         let filter = Filter::new(&self.weight, map.dtype())?;
         let axes = self.weight.dims().len().max(3) - 2;
         let in_a_line = |map: &Tensor| {

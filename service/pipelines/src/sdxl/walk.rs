@@ -1,0 +1,279 @@
+//! The walk of maps through the UNet, by their sizes: its memory, the shapes that cuDNN plans, and its operations.
+
+use candle_core::DType;
+use model::Flops;
+use ops::{AttentionShape, MaskShape, Onto, Planned, Steps};
+
+use super::attention::WIDEST;
+use super::config::UnetConfig;
+use super::resnet::{AROUND, HALVING};
+use super::table::{Layer, Named};
+use crate::checkpoint::ComponentSet;
+use crate::resident;
+
+/// Sizes of what the UNet computes at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Sizes {
+    /// Latents: one, or one under each of two conditions.
+    pub items: usize,
+    /// Rows and columns of a latent.
+    pub sides: [usize; 2],
+    /// Tokens of an item's text.
+    pub text: usize,
+}
+
+/// A layer with the sides of its map, before and after it.
+struct Visited {
+    named: Named,
+    before: [usize; 2],
+    after: [usize; 2],
+}
+
+impl UnetConfig {
+    /// The layers in order, over a latent of these sides.
+    fn visited(&self, sides: [usize; 2]) -> Vec<Visited> {
+        let mut kept: Vec<[usize; 2]> = Vec::new();
+        let mut now = sides;
+        let visit = |named: Named| {
+            let before = now;
+            match named.layer {
+                Layer::Keep => kept.push(now),
+                Layer::Halve { .. } => now = now.map(|side| side.div_ceil(2)),
+                Layer::Double { .. } => now = kept.last().copied().unwrap_or(now),
+                Layer::Resnet { skip, .. } if skip > 0 => {
+                    kept.pop();
+                }
+                Layer::Resnet { .. } | Layer::Attention { .. } => {}
+            }
+            Visited {
+                named,
+                before,
+                after: now,
+            }
+        };
+        self.layers().into_iter().map(visit).collect()
+    }
+
+    /// Predicted activation bytes of a prediction.
+    pub fn scratch(&self, sizes: Sizes, dtype: DType) -> u64 {
+        let mut account = Account::new(sizes, dtype);
+        let finest = self.finest();
+        account.map = account.bytes(self.in_channels, sizes.sides);
+        account.convolve((self.in_channels, finest), (sizes.sides, sizes.sides), 9);
+        for Visited { named, before, after } in self.visited(sizes.sides) {
+            account.visit(named.layer, (before, after));
+        }
+        account.note(account.map);
+        account.convolve((finest, self.out_channels), (sizes.sides, sizes.sides), 9);
+        let of_text = sizes.items * sizes.text * self.cross_attention_dim;
+        let embedded = sizes.items * (self.projection_class_embeddings_input_dim + 4 * self.time_width());
+        // On a CPU also the buffers in which threads pack the operands of convolutions.
+        let packing = resident::packing_bytes(dtype);
+        (account.peak + (of_text + embedded) * dtype.size_in_bytes()) as u64 + packing
+    }
+
+    /// Shapes of a prediction for which cuDNN is used, each once, in order of use.
+    pub(super) fn planned(&self, sizes: Sizes, dtype: DType) -> Vec<Planned> {
+        let mut all = Vec::new();
+        let mut add = |shape: Option<Planned>| {
+            if let Some(shape) = shape.filter(|shape| !all.contains(shape)) {
+                all.push(shape);
+            }
+        };
+        let convolution = |(from, to): (usize, usize), [height, width]: [usize; 2], steps: &Steps| {
+            let map = [sizes.items, height, width, from];
+            Planned::convolution(&map, &[to, from, 3, 3], steps, dtype)
+        };
+        let finest = self.finest();
+        add(convolution((self.in_channels, finest), sizes.sides, &AROUND));
+        for Visited { named, before, after } in self.visited(sizes.sides) {
+            match named.layer {
+                Layer::Keep => {}
+                Layer::Halve { channels } => add(convolution((channels, channels), before, &HALVING)),
+                Layer::Double { channels } => add(convolution((channels, channels), after, &AROUND)),
+                Layer::Resnet {
+                    channels: (from, to), ..
+                } => {
+                    add(convolution((from, to), after, &AROUND));
+                    add(convolution((to, to), after, &AROUND));
+                }
+                Layer::Attention { channels, heads, .. } => {
+                    let tokens = after[0] * after[1];
+                    let own = AttentionShape {
+                        batch: sizes.items,
+                        ..AttentionShape::of_rows(
+                            tokens,
+                            (heads, channels / heads),
+                            (3 * channels, channels),
+                            dtype,
+                            MaskShape::None,
+                        )
+                    };
+                    let rows = |tokens: usize, row: usize| [tokens * row, row, channels / heads];
+                    let text = AttentionShape {
+                        keys: sizes.text,
+                        q: rows(tokens, channels),
+                        k: rows(sizes.text, 2 * channels),
+                        v: rows(sizes.text, 2 * channels),
+                        ..own.clone()
+                    };
+                    add(Some(Planned::Attention(own)));
+                    add(Some(Planned::Attention(text)));
+                }
+            }
+        }
+        add(convolution((finest, self.out_channels), sizes.sides, &AROUND));
+        all
+    }
+
+    /// Operations of a prediction, in the products of a component's weights and in attention.
+    pub(super) fn flops(&self, components: &ComponentSet, name: &str, sizes: Sizes) -> Flops {
+        let visited = self.visited(sizes.sides);
+        let rows_of = |tensor: &str| {
+            let of = visited.iter().find(|visited| {
+                let rest = tensor.strip_prefix(visited.named.name.as_str());
+                !visited.named.name.is_empty() && rest.is_some_and(|rest| rest.starts_with('.'))
+            });
+            let positions = of.map_or(0, |visited| visited.after[0] * visited.after[1]);
+            let rows = if tensor.contains(".attn2.to_k.") || tensor.contains(".attn2.to_v.") {
+                sizes.text
+            } else if tensor.contains(".time_emb_proj.") {
+                1
+            } else {
+                positions
+            };
+            sizes.items * rows
+        };
+        let attention = visited.iter().map(|visited| match visited.named.layer {
+            Layer::Attention { channels, depth, .. } => {
+                let tokens = visited.after[0] * visited.after[1];
+                4 * sizes.items * depth * tokens * (tokens + sizes.text) * channels
+            }
+            _ => 0,
+        });
+        let attention: usize = attention.sum();
+        components.flops_of_products(name, rows_of) + attention as u64
+    }
+}
+
+/// Live bytes layer by layer.
+struct Account {
+    sizes: Sizes,
+    /// Bytes of a number.
+    number: usize,
+    /// Bytes of the map after the layers that were passed, and whether it is one of those that are kept.
+    map: usize,
+    is_kept: bool,
+    kept: Vec<usize>,
+    peak: usize,
+}
+
+impl Account {
+    fn new(sizes: Sizes, dtype: DType) -> Account {
+        Account {
+            sizes,
+            number: dtype.size_in_bytes(),
+            map: 0,
+            is_kept: false,
+            kept: Vec::new(),
+            peak: 0,
+        }
+    }
+
+    fn bytes(&self, channels: usize, [height, width]: [usize; 2]) -> usize {
+        self.sizes.items * height * width * channels * self.number
+    }
+
+    /// Notes the bytes of the map, of those that are kept, and of `further`.
+    fn note(&mut self, further: usize) {
+        let map = if self.is_kept { 0 } else { self.map };
+        self.peak = self.peak.max(self.kept.iter().sum::<usize>() + map + further);
+    }
+
+    /// Bytes of a filter in use and of the workspace of its convolution. Dtypes narrower than f32 imply a card.
+    fn workspace(
+        &self,
+        channels: (usize, usize),
+        (before, after): ([usize; 2], [usize; 2]),
+        taps: usize,
+        onto: Onto,
+    ) -> usize {
+        let positions = |[height, width]: [usize; 2]| self.sizes.items * height * width;
+        let filter = if taps > 1 {
+            channels.0 * channels.1 * taps * self.number
+        } else {
+            0
+        };
+        let workspace = match self.number < 4 {
+            true => ops::convolve_scratch(
+                (positions(before), positions(after)),
+                channels,
+                taps,
+                self.number,
+                onto,
+            ),
+            false => 0,
+        };
+        filter + workspace
+    }
+
+    fn become_map(&mut self, bytes: usize) {
+        self.map = bytes;
+        self.is_kept = false;
+    }
+
+    /// A convolution of the map into a new one.
+    fn convolve(&mut self, channels: (usize, usize), sides: ([usize; 2], [usize; 2]), taps: usize) {
+        let out = self.bytes(channels.1, sides.1);
+        self.note(out + self.workspace(channels, sides, taps, Onto::Nothing));
+        self.become_map(out);
+    }
+
+    fn visit(&mut self, layer: Layer, (before, after): ([usize; 2], [usize; 2])) {
+        match layer {
+            Layer::Keep => {
+                self.kept.push(self.map);
+                self.is_kept = true;
+            }
+            Layer::Halve { channels } => self.convolve((channels, channels), (before, after), 9),
+            Layer::Double { channels } => {
+                let large = self.bytes(channels, after);
+                self.note(large);
+                self.become_map(large);
+                self.convolve((channels, channels), (after, after), 9);
+            }
+            Layer::Resnet { channels, skip } => self.resnet(channels, skip, after),
+            Layer::Attention {
+                channels,
+                heads,
+                depth: _,
+            } => {
+                let (items, text) = (self.sizes.items, self.sizes.text);
+                let tokens = after[0] * after[1];
+                let rows = self.bytes(channels, after);
+                let of_text = 2 * items * text * channels * self.number;
+                let scores = match self.number < 4 {
+                    true => ops::attention_workspace(heads, tokens, tokens.max(text)),
+                    false => 0,
+                };
+                self.note((2 + WIDEST) * rows + of_text + scores);
+            }
+        }
+    }
+
+    fn resnet(&mut self, (from, to): (usize, usize), skip: usize, sides: [usize; 2]) {
+        let input = self.bytes(from, sides);
+        if skip > 0 {
+            self.note(input);
+            self.kept.pop();
+            self.become_map(input);
+        }
+        let (inner, both) = (self.bytes(to, sides), (sides, sides));
+        self.note(input + inner + self.workspace((from, to), both, 9, Onto::Nothing));
+        self.note(2 * inner + self.workspace((to, to), both, 9, Onto::Nothing));
+        if from != to {
+            self.note(inner + self.workspace((from, to), both, 1, Onto::Itself));
+        }
+        self.become_map(inner);
+    }
+}
