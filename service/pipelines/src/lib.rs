@@ -19,6 +19,8 @@ mod linear;
 mod mmdit;
 pub mod noise;
 pub mod ovi;
+mod place;
+pub mod qwen_image;
 mod resident;
 pub mod rotary;
 mod rounds;
@@ -46,6 +48,7 @@ pub fn families() -> FamilyList {
         Box::new(flux2::Flux2),
         Box::new(flux::Flux),
         Box::new(z_image::ZImage),
+        Box::new(qwen_image::QwenImage),
         Box::new(hunyuan::Hunyuan),
         Box::new(ovi::Ovi),
         Box::new(wan::Wan),

@@ -14,6 +14,8 @@ pub(super) struct Convolution {
     weight: Weight,
     /// `[out]`.
     pub(super) bias: Tensor,
+    /// Whether of its frames the last is taken alone.
+    of_last_frame: bool,
 }
 
 impl Convolution {
@@ -28,7 +30,16 @@ impl Convolution {
         Ok(Convolution {
             weight,
             bias: bias.contiguous()?,
+            of_last_frame: false,
         })
+    }
+
+    /// What a convolution of a frame and those before it does to the only frame of a picture.
+    pub(super) fn of_last_frame(self) -> Convolution {
+        Convolution {
+            of_last_frame: true,
+            ..self
+        }
     }
 
     /// Channels of the output.
@@ -46,7 +57,10 @@ impl Convolution {
 
     /// The filter for maps whose axes are in the order of the weight's: `[h, w, c]` or `[t, h, w, c]`.
     pub(super) fn frames_first(&self, dtype: DType) -> Result<Filter> {
-        Filter::new(&self.weight, dtype)
+        match self.of_last_frame {
+            true => Filter::last_frame(&self.weight, dtype),
+            false => Filter::new(&self.weight, dtype),
+        }
     }
 
     /// A convolution of single positions, of a contiguous map `[.., in]` to `[.., out]`.

@@ -40,7 +40,7 @@ pub(super) const MARKS: Marks = Marks {
     family: "FLUX",
     class_prefix: "Flux",
     pipelines: &PIPELINES,
-    namings: [
+    namings: &[
         // HunyuanVideo has blocks of the same names, and convolves its input; in FLUX.2 blocks have no modulators.
         (
             Naming::Authors,

@@ -24,7 +24,7 @@ pub(super) const MARKS: Marks = Marks {
     family: "FLUX.2 klein",
     class_prefix: "Flux2",
     pipelines: &PIPELINES,
-    namings: [
+    namings: &[
         (
             Naming::Authors,
             &["double_stream_modulation_img.lin.", "double_blocks.0.img_attn."],

@@ -46,7 +46,7 @@ pub(super) const MARKS: Marks = Marks {
     family: "HunyuanVideo",
     class_prefix: "HunyuanVideo",
     pipelines: &PIPELINES,
-    namings: [
+    namings: &[
         (
             Naming::Authors,
             &[

@@ -33,7 +33,7 @@ pub(crate) const MARKS: Marks = Marks {
     family: "Wan",
     class_prefix: "Wan",
     pipelines: &PIPELINES,
-    namings: [
+    namings: &[
         (
             Naming::Authors,
             &["patch_embedding.", "text_embedding.0.", "blocks.0.cross_attn.k."],

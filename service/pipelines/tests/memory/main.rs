@@ -10,6 +10,7 @@ mod hunyuan;
 mod ovi;
 #[path = "../processor_time/mod.rs"]
 mod processor_time;
+mod qwen_image;
 mod wan;
 mod z_image;
 

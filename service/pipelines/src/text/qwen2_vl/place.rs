@@ -158,3 +158,6 @@ fn file_by(folder: &Path, is_right: impl Fn(&str) -> bool) -> Option<PathBuf> {
     };
     entries.flatten().map(|entry| entry.path()).filter(is_it).min()
 }
+
+#[cfg(test)]
+mod tests;

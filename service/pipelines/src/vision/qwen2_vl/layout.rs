@@ -40,6 +40,12 @@ impl QwenVisionConfig {
         }
     }
 
+    /// Names and shapes of all tensors, queries, keys and values apart.
+    pub fn tensor_shapes(&self) -> Vec<(String, Vec<usize>)> {
+        let specs = self.specs(&|_| false).into_iter();
+        specs.map(|spec| (spec.name, spec.shape)).collect()
+    }
+
     /// All tensors, which a file with the language model has by names that `has` knows.
     pub(crate) fn specs(&self, has: &dyn Fn(&str) -> bool) -> Vec<TensorSpec> {
         let prefix = prefix_of(has);
