@@ -11,6 +11,7 @@ mod ovi;
 #[path = "../processor_time/mod.rs"]
 mod processor_time;
 mod qwen_image;
+mod qwen_vl;
 mod wan;
 mod z_image;
 

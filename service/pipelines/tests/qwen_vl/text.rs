@@ -2,14 +2,14 @@
 
 use std::collections::HashMap;
 
-use candle_core::{DType, Tensor};
-use gpu::ComponentTensors;
+use candle_core::{DType, Device, Tensor};
+use gpu::{ComponentTensors, GgufType, QuantizedWeight, Weight, WeightFormat};
 use pipelines::text::qwen2_vl::{Prompt, Qwen2VlConfig, Qwen2VlEncoder, Template};
 use pipelines::text::tokenizers::QwenTokenizer;
 use pipelines::vision::qwen2_vl::Grid;
 use serde::Deserialize;
 
-use crate::device::{BF16_COMPONENT, ON_CPU, tolerances};
+use crate::device::{BF16_COMPONENT, ON_CPU, here, tolerances};
 use crate::numbers::{component, distance, fixtures, json, resident, tensors};
 use crate::pictures::{scaled, tokens_of, tower_tensors};
 use crate::shapes_asked::{asked, words};
@@ -197,6 +197,39 @@ fn names_of_older_files_and_of_comfyui_are_read() {
     let found = states(&resident(&older.collect()), &case.prompt(), &[]);
     let apart = distance(&found, &answer("text_0").expect("states"));
     assert!(apart < tolerances().component, "{apart:e}");
+}
+
+/// GGUF files have the token embedding in blocks.
+#[test]
+fn rows_of_a_token_embedding_in_blocks_are_dequantized() {
+    const TABLE: &str = "model.language_model.embed_tokens.weight";
+    let mut weights = weights();
+    let (rows, columns) = weights[TABLE].dims2().expect("a table");
+    // Blocks of Q8_0: a scale in f16 and 32 codes.
+    let code = |i: usize| (i * 31 % 255) as i8;
+    let blocks = (0..rows * columns / 32).flat_map(|block| {
+        let codes = (0..32).map(move |i| code(32 * block + i) as u8);
+        half::f16::from_f32(1.0 / 64.0)
+            .to_le_bytes()
+            .into_iter()
+            .chain(codes)
+    });
+    let (blocks, cpu) = (blocks.collect::<Vec<u8>>(), &Device::Cpu);
+    let decoded: Vec<f32> = (0..rows * columns).map(|i| f32::from(code(i)) / 64.0).collect();
+    let decoded = Tensor::from_vec(decoded, (rows, columns), cpu).expect("a table");
+    let coded = QuantizedWeight {
+        bytes: here(&Tensor::from_vec(blocks.clone(), blocks.len(), cpu).expect("bytes")),
+        format: WeightFormat::Gguf(GgufType::Q8_0),
+        shape: vec![rows, columns],
+    };
+    weights.insert(TABLE.to_owned(), decoded);
+    let prompt = case("text_1").prompt();
+    let expected = states(&resident(&weights), &prompt, &[]);
+    let full = |(name, tensor): (String, Tensor)| (name, Weight::Full(here(&tensor)));
+    let mut mixed: HashMap<String, Weight> = weights.into_iter().map(full).collect();
+    mixed.insert(TABLE.to_owned(), Weight::Quantized(coded));
+    let found = states(&ComponentTensors::of_weights(mixed), &prompt, &[]);
+    assert_eq!(distance(&found, &expected), 0.0);
 }
 
 #[test]

@@ -31,6 +31,8 @@ pub(crate) struct Place {
     text: ComponentPlace,
     /// The vision tower's own file.
     tower: Option<PathBuf>,
+    /// The folder's configuration of both, where it has one.
+    config_file: Option<PathBuf>,
 }
 
 impl Place {
@@ -41,26 +43,23 @@ impl Place {
     /// When there is none, or it is not supported.
     pub(crate) fn of(base: &Path, alone: Option<&Path>) -> Result<Place, ModelError> {
         let companion = || {
-            let is_in = |folder: &Path| {
-                file_by(folder, |letters| {
-                    letters.starts_with(STEM) && !letters.contains(TOWER)
-                })
-            };
+            let is_text = |letters: &str| letters.starts_with(STEM) && !letters.contains(TOWER);
+            let is_in = |folder: &Path| files_by(folder, is_text).into_iter().next();
             companion_by(alone?, base, "text_encoders", is_in)
         };
         let folder = base.join(FOLDER);
         let (mut config, text) = ComponentPlace::of(&folder, companion, of_file, Qwen2VlConfig::check)?;
-        let is_gguf = |file: &&Path| {
-            file.extension()
-                .is_some_and(|end| end.eq_ignore_ascii_case("gguf"))
-        };
-        let tower = text.file().filter(is_gguf).and_then(tower_beside);
-        if let Some(tower) = &tower
-            && !folder.join("config.json").is_file()
-        {
+        let tower = text.file().filter(|file| is_gguf(file)).and_then(tower_beside);
+        let config_file = Some(folder.join("config.json")).filter(|file| file.is_file());
+        if let (Some(tower), None) = (&tower, &config_file) {
             config.vision = tower_of_file(tower)?;
         }
-        Ok(Place { config, text, tower })
+        Ok(Place {
+            config,
+            text,
+            tower,
+            config_file,
+        })
     }
 
     /// The language model.
@@ -92,12 +91,11 @@ impl Place {
     /// As [`Place::files`]; [`ModelError::Incomplete`] for a text encoder in a GGUF file without the tower's own.
     pub(crate) fn vision_files(&self, wanted: Requested) -> Result<ComponentFiles, ModelError> {
         let vision = &self.config.vision;
-        let gguf = self.text.file().filter(|file| {
-            let end = file.extension().unwrap_or_default();
-            end.eq_ignore_ascii_case("gguf")
-        });
+        let gguf = self.text.file().filter(|file| is_gguf(file));
         match (gguf, &self.tower) {
-            (Some(_), Some(tower)) => qwen2_vl::files_of_own_file(tower, vision, wanted),
+            (Some(_), Some(tower)) => {
+                qwen2_vl::files_of_own_file(tower, vision, wanted, self.config_file.as_deref())
+            }
             (Some(text), None) => Err(incomplete(
                 text,
                 "it is the text encoder without the part that sees pictures, which editing needs: put the mmproj file of the same \
@@ -110,6 +108,12 @@ impl Place {
             }
         }
     }
+}
+
+/// Whether a file's ending is that of GGUF.
+fn is_gguf(file: &Path) -> bool {
+    file.extension()
+        .is_some_and(|ending| ending.eq_ignore_ascii_case("gguf"))
 }
 
 /// The configuration of a single file that has none beside it.
@@ -136,27 +140,35 @@ fn tower_of_file(path: &Path) -> Result<QwenVisionConfig, ModelError> {
     Ok(QwenVisionConfig::of_shapes(own, width))
 }
 
-/// The vision tower's file beside a text encoder: the only one, or of several the one that is named after it.
+/// The vision tower's file beside a text encoder: the only one, or of several the one that is named after the model.
 fn tower_beside(text: &Path) -> Option<PathBuf> {
     let folder = text.parent().unwrap_or(Path::new("."));
-    let named = file_by(folder, |letters| {
+    let named = files_by(folder, |letters| {
         letters.contains(TOWER) && letters.contains(STEM)
     });
-    named.or_else(|| file_by(folder, |letters| letters.contains(TOWER)))
+    if let Some(named) = named.into_iter().next() {
+        return Some(named);
+    }
+    match files_by(folder, |letters| letters.contains(TOWER)).as_slice() {
+        [only] => Some(only.clone()),
+        _ => None,
+    }
 }
 
-/// The first checkpoint in a folder whose name is right by its letters and digits, in lower case.
-fn file_by(folder: &Path, is_right: impl Fn(&str) -> bool) -> Option<PathBuf> {
-    let entries = std::fs::read_dir(folder).ok()?;
+/// The checkpoints in a folder whose names are right by their letters and digits, in lower case, in order.
+fn files_by(folder: &Path, is_right: impl Fn(&str) -> bool) -> Vec<PathBuf> {
+    let letters = |stem: &str| -> String {
+        let letters = stem.chars().filter(|letter| letter.is_alphanumeric());
+        letters.flat_map(char::to_lowercase).collect()
+    };
     let is_it = |path: &PathBuf| {
         let stem = path.file_name().and_then(|name| checkpoint_stem(name.to_str()?));
-        let letters = |stem: &str| -> String {
-            let letters = stem.chars().filter(|letter| letter.is_alphanumeric());
-            letters.flat_map(char::to_lowercase).collect()
-        };
         stem.is_some_and(|stem| is_right(&letters(stem))) && path.is_file()
     };
-    entries.flatten().map(|entry| entry.path()).filter(is_it).min()
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(is_it).collect();
+    files.sort();
+    files
 }
 
 #[cfg(test)]

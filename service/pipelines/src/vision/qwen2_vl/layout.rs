@@ -112,7 +112,7 @@ fn prefix_of(has: &dyn Fn(&str) -> bool) -> &'static str {
     PREFIXES.into_iter().find(known).unwrap_or(PREFIXES[0])
 }
 
-/// The tower in a file of its own.
+/// The tower in a file of its own, with this configuration, which may be in a file.
 ///
 /// # Errors
 /// The first tensor that is missing, of another shape, or stored in an unsupported way.
@@ -120,9 +120,10 @@ pub(crate) fn files_of_own_file(
     path: &Path,
     config: &QwenVisionConfig,
     wanted: Requested,
+    config_file: Option<&Path>,
 ) -> Result<ComponentFiles, ModelError> {
     let checkpoint = Checkpoint::of_file(&open(path)?, own_name)?;
-    component_of_specs(path, &checkpoint, &config.own_specs(), wanted, None)
+    component_of_specs(path, &checkpoint, &config.own_specs(), wanted, config_file)
 }
 
 /// Layers of a block: here and in llama.cpp.
