@@ -24,11 +24,3 @@ pub use positions::{positions, rotations};
 pub use transformer::{
     Conditioning, Modulated, Prompted, StepBuffers, TokenCounts, Transformer, denoise_scratch,
 };
-
-/// The further names of the transformer's layers, and its tensors.
-#[cfg(test)]
-pub(crate) fn names_and_layout(
-    config: &TransformerConfig,
-) -> (crate::checkpoint::LayerNames, Vec<crate::checkpoint::TensorSpec>) {
-    (layout::NAMES, layout::layout(config))
-}

@@ -296,11 +296,13 @@ impl Model for QwenImageModel {
         let refused = |problem| vec![problem];
         let image = request.image().map_err(refused)?;
         let prompts = self.prompts(request, image).map_err(refused)?;
-        let mut stages = self.reference_stages(image).map_err(refused)?;
+        // The stages of one component follow each other.
+        let mut stages = self.picture_stages(image).map_err(refused)?;
         stages.push(
             self.encode_text_stage(request, image, &prompts)
                 .map_err(refused)?,
         );
+        stages.extend(self.reference_stages(image));
         if image.init_image.is_some() && !request.from_values {
             stages.push(self.autoencoder().encode_stage(image));
         }

@@ -111,19 +111,26 @@ impl QwenImageModel {
         Ok(prompt)
     }
 
-    /// The stages of the pictures that are edited.
-    pub(super) fn reference_stages(&self, image: &Image) -> Result<Vec<StagePlan>, RequestError> {
+    /// The stages of the pictures that are edited in the vision tower.
+    pub(super) fn picture_stages(&self, image: &Image) -> Result<Vec<StagePlan>, RequestError> {
+        let references = image.references.iter().enumerate();
+        references
+            .map(|(number, reference)| self.picture_stage(number, reference))
+            .collect()
+    }
+
+    /// The stages of the pictures that are edited in the autoencoder.
+    pub(super) fn reference_stages(&self, image: &Image) -> Vec<StagePlan> {
         let autoencoder = self.autoencoder();
-        let mut stages = Vec::new();
-        for (number, reference) in image.references.iter().enumerate() {
-            stages.push(self.picture_stage(number, reference)?);
+        let references = image.references.iter().enumerate();
+        let stages = references.map(|(number, reference)| {
             let (name, value) = (
                 format!("{ENCODE_REFERENCE}{number}"),
                 format!("{REFERENCE}{number}"),
             );
-            stages.push(autoencoder.reference_stage(&name, &value, reference));
-        }
-        Ok(stages)
+            autoencoder.reference_stage(&name, &value, reference)
+        });
+        stages.collect()
     }
 
     /// The stage of a picture in the vision tower. It is remembered for requests with the same picture.

@@ -1,9 +1,6 @@
-//! Qwen-Image's steps, and its autoencoder of pictures.
+//! Qwen-Image's steps.
 
 use candle_core::{DType, Device, Tensor};
-use pipelines::autoencoders::wan::{
-    Chunking, FrameDecoding, WanVaeConfig, WanVaeDecoder, WanVaeEncoder, decode_scratch, encode_scratch,
-};
 use pipelines::noise::Generator;
 use pipelines::qwen_image::{Place, Prompted, TokenCounts, Transformer, TransformerConfig, denoise_scratch};
 
@@ -118,39 +115,4 @@ fn stages_allocate_the_predicted_bytes() {
         added.abs_diff(predicted) < predicted / 4,
         "{added} bytes, {predicted} predicted"
     );
-}
-
-#[test]
-fn pictures_are_encoded_and_decoded_in_the_predicted_bytes() {
-    let _alone = alone();
-    let config = WanVaeConfig {
-        base_dim: 32,
-        is_of_pictures: true,
-        ..WanVaeConfig::default()
-    };
-    let tensors = made_up(config.tensor_shapes());
-    let encoder = WanVaeEncoder::new(&config, &tensors).expect("an encoder");
-    let decoder = WanVaeDecoder::new(&config, &tensors).expect("a decoder");
-    let mut generator = Generator::new(3);
-    for (h, w) in [(6, 5), (24, 32)] {
-        let latent = random(&[1, config.z_dim, 1, h, w], &mut generator);
-        let taken = peak_of(|| {
-            let how = FrameDecoding {
-                chunking: Chunking::Whole,
-                cancelled: &|| false,
-            };
-            let decoded = decoder.decode_frames(&latent, &how, &mut |_, _| Ok(()));
-            decoded.expect("a picture");
-        });
-        let predicted = decode_scratch(&config, (h, w), 1, Chunking::Whole, DType::F32);
-        assert_close(&format!("a picture of {h}x{w} decoded"), taken, predicted.0);
-
-        let rgb = vec![7; 3 * 64 * h * w];
-        let taken = peak_of(|| {
-            let encoded = encoder.encode_rgb8(&rgb, 1, (8 * w, 8 * h), Chunking::Whole, &|| false);
-            encoded.expect("moments")
-        });
-        let predicted = encode_scratch(&config, (h, w), 1, Chunking::Whole, DType::F32);
-        assert_close(&format!("a picture of {h}x{w} encoded"), taken, predicted.0);
-    }
 }

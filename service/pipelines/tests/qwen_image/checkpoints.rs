@@ -13,6 +13,7 @@ use tempfile::TempDir;
 use crate::autoencoder::{self, config};
 use crate::components::WEIGHTS;
 use crate::device::ON_CPU;
+use crate::gguf_file::{write_f32, write_q8_0};
 use crate::given::{EDIT_PLUS, folder, folder_of, folder_of_2511, guided, open, request, with_references};
 use crate::numbers::{distance, tensors};
 use crate::open_model::{F32, copy, on_cpu};
@@ -72,6 +73,28 @@ fn a_single_file_equals_the_folder() {
         let file = comfy_folders(root.path(), NAME, &prefixed(prefix));
         assert_eq!(distance(&latent(&file, &guided()), &expected), 0.0, "{prefix}");
     }
+}
+
+#[test]
+fn gguf_stands_for_its_numbers() {
+    let whole = folder();
+    let root = TempDir::new().expect("a folder");
+    let exact = comfy_folders(root.path(), "exact.gguf", &HashMap::new());
+    write_f32(&tensors(WEIGHTS), &exact);
+    let expected = latent(whole.path(), &guided());
+    assert_eq!(distance(&latent(&exact, &guided()), &expected), 0.0);
+
+    let coded = exact.with_file_name("Qwen-Image-Q8_0.gguf");
+    let held = write_q8_0(&tensors(WEIGHTS), &coded);
+    let decoded = exact.with_file_name("decoded.safetensors");
+    write(&held, &decoded);
+    let opened = open(&coded, &F32);
+    let down = "transformer_blocks.0.img_mlp.net.2.weight";
+    let tensors = opened.tensors("transformer");
+    assert!(matches!(tensors.weight(down), Ok(Weight::Quantized(_))));
+    let apart = distance(&latent(&coded, &guided()), &latent(&decoded, &guided()));
+    println!("Q8_0: {apart:.2e}");
+    assert!(apart < ON_CPU.pipeline, "{apart:e}");
 }
 
 #[test]

@@ -9,6 +9,8 @@ mod checkpoints;
 mod components;
 #[path = "../../../ops/tests/device/mod.rs"]
 mod device;
+#[path = "../gguf_file/mod.rs"]
+mod gguf_file;
 mod given;
 mod mutations;
 #[path = "../numbers/mod.rs"]

@@ -141,16 +141,16 @@ fn the_pictures_that_are_edited_are_in_the_identity_of_the_text_and_encoded_once
     let request = editing(vec![one.clone(), other.clone()]);
     let plans = opened.stages(&request);
     let names: Vec<&str> = plans.iter().map(|plan| plan.name.as_str()).collect();
-    let pictures = [
+    let expected = [
         "encode_picture_0",
-        "encode_reference_0",
         "encode_picture_1",
+        "encode_text",
+        "encode_reference_0",
         "encode_reference_1",
+        "denoise",
+        "decode",
     ];
-    assert_eq!(
-        names,
-        [&pictures[..], &["encode_text", "denoise", "decode"]].concat()
-    );
+    assert_eq!(names, expected);
     let memo = |request: &Request, name: &str| {
         let stage = opened.stage(request, name);
         assert!(!stage.per_item);
