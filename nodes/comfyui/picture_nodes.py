@@ -158,8 +158,9 @@ class EditImage(io.ComfyNode):
             node_id="MooredEditImage",
             display_name="Edit Image (moored)",
             category=f"{CATEGORY}/image",
-            description="Changes a picture as the prompt says, with FLUX.1 Kontext or FLUX.2 klein.",
-            search_aliases=["kontext", "klein", "edit", "reference", "instruct"],
+            description="Changes a picture as the prompt says, with FLUX.1 Kontext, Qwen-Image-Edit or "
+            "FLUX.2 klein.",
+            search_aliases=["kontext", "klein", "qwen", "edit", "reference", "instruct"],
             inputs=[
                 model_input(),
                 prompt_input("What is to change, as in: make it snow."),

@@ -64,10 +64,12 @@ impl Sides {
 /// Order in which a filter holds its taps.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct TapOrder {
-    /// Sides of the weight: frames, rows, columns.
+    /// Sides of the part of the weight that is held: frames, rows, columns.
     pub(crate) kernel: [usize; 3],
     /// Whether rows come before frames.
     pub(crate) exchanged: bool,
+    /// Taps of the weight before that part.
+    pub(crate) before: usize,
 }
 
 impl TapOrder {
@@ -85,8 +87,16 @@ impl TapOrder {
         let [frames, rows, columns] = self.sides();
         let (line, column) = (tap / columns, tap % columns);
         let (row, frame) = (line / frames, line % frames);
-        (frame * rows + row) * columns + column
+        self.before + (frame * rows + row) * columns + column
     }
+}
+
+/// The part of a weight that a filter holds, and the order of its axes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Taken {
+    All,
+    RowsFirst,
+    LastFrame,
 }
 
 /// A convolution's weight in the layout of the device.
@@ -106,7 +116,20 @@ impl Filter {
     /// # Errors
     /// When the shape is not of this form.
     pub fn new(weight: &Weight, dtype: DType) -> Result<Filter> {
-        Filter::of_taps(weight, dtype, false)
+        Filter::of_taps(weight, dtype, Taken::All)
+    }
+
+    /// The last frame of a weight `[out, in, frames, rows, columns]`, as the filter of a weight `[out, in, rows, columns]`: of a
+    /// convolution that sees a frame and those before it, what it does where there is one frame.
+    ///
+    /// # Errors
+    /// Errors of [`Filter::new`], a weight of another rank, and one of single positions of a frame.
+    pub fn last_frame(weight: &Weight, dtype: DType) -> Result<Filter> {
+        let is_of_frames = matches!(*weight.dims(), [_, _, _, rows, columns] if rows * columns > 1);
+        if !is_of_frames {
+            candle_core::bail!("a filter of shape {:?} over frames and rows", weight.dims());
+        }
+        Filter::of_taps(weight, dtype, Taken::LastFrame)
     }
 
     /// [`Filter::new`] of a weight `[out, in, frames, rows, columns]` (`torch.nn.Conv3d`) for maps `[rows, frames,
@@ -118,22 +141,27 @@ impl Filter {
         if weight.dims().len() != 5 {
             candle_core::bail!("a filter of shape {:?} over frames and rows", weight.dims());
         }
-        Filter::of_taps(weight, dtype, true)
+        Filter::of_taps(weight, dtype, Taken::RowsFirst)
     }
 
-    fn of_taps(weight: &Weight, dtype: DType, exchanged: bool) -> Result<Filter> {
+    fn of_taps(weight: &Weight, dtype: DType, taken: Taken) -> Result<Filter> {
         let Some(mut sides) = Sides::of(weight.dims()) else {
             candle_core::bail!("a filter of shape {:?}", weight.dims());
         };
         let (outputs, inputs) = (sides.outputs, sides.inputs);
-        let order = TapOrder {
-            kernel: sides.kernel,
-            exchanged,
-        };
-        if exchanged {
-            sides.kernel.swap(0, 1);
+        let all: usize = sides.kernel.iter().product();
+        if taken == Taken::LastFrame {
+            (sides.kernel[0], sides.axes) = (1, 2);
         }
         let taps: usize = sides.kernel.iter().product();
+        let order = TapOrder {
+            kernel: sides.kernel,
+            exchanged: taken == Taken::RowsFirst,
+            before: all - taps,
+        };
+        if order.exchanged {
+            sides.kernel.swap(0, 1);
+        }
         let device = match weight {
             Weight::Full(weight) => weight.device(),
             Weight::Quantized(quantized) => quantized.bytes.device(),
@@ -143,8 +171,8 @@ impl Filter {
             Weight::Full(weight) => in_dtype(weight, held_dtype)?,
             Weight::Quantized(quantized) => dequantize(quantized, held_dtype)?,
         };
-        let dense = dense.reshape((outputs, inputs, taps))?;
-        let held = match (taps, dense.device()) {
+        let dense = dense.reshape((outputs, inputs, all))?;
+        let held = match (all, dense.device()) {
             (1, _) => dense.reshape((outputs, 1, inputs))?,
             (_, Device::Cpu) => convolve_cpu::taps_first(&dense, order)?,
             #[cfg(feature = "cuda")]
@@ -564,6 +592,30 @@ mod tests {
         }
         let flat = Weight::Full(here(&random(&[8, 16, 3, 3], 2)?));
         assert!(Filter::rows_first(&flat, DType::F32).is_err());
+        Ok(())
+    }
+
+    #[test]
+    fn the_last_frame_of_a_filter_convolves_one_frame_behind_zeros_as_all_frames_do() -> Result<()> {
+        for dtype in [DType::F32, DType::BF16] {
+            let x = here(&random(&[1, 6, 7, 16], 1)?).to_dtype(dtype)?;
+            let weight = Weight::Full(here(&random(&[8, 16, 3, 2, 3], 2)?).to_dtype(dtype)?);
+            let [all, last] = [(); 2].map(|()| Tensor::zeros((1, 6, 7, 8), DType::F32, &Device::Cpu));
+            let (all, last) = (here(&all?).to_dtype(dtype)?, here(&last?).to_dtype(dtype)?);
+            let filter = Filter::new(&weight, dtype)?;
+            let around = steps([2, 1, 1], [0, 0, 1], [1; 3]);
+            convolve(&x, &filter, None, &around, &all, Onto::Nothing)?;
+            let filter = Filter::last_frame(&weight, dtype)?;
+            let around = steps([0, 1, 1], [0, 0, 1], [1; 3]);
+            convolve(&x, &filter, None, &around, &last, Onto::Nothing)?;
+            let host = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F32);
+            let most = if dtype == DType::F32 { 1e-6 } else { BF16_OPERATION };
+            assert_close(&host(&last)?, &host(&all)?, most)?;
+        }
+        for refused in [&[8, 16, 3, 3][..], &[8, 16, 3, 1, 1]] {
+            let weight = Weight::Full(here(&random(refused, 2)?));
+            assert!(Filter::last_frame(&weight, DType::F32).is_err(), "{refused:?}");
+        }
         Ok(())
     }
 

@@ -25,9 +25,10 @@ const MAX_DOT_PRODUCTS: usize = 16 * 16;
 /// Maximum of rows of a task. More rows make no product faster.
 const MAX_ROWS: usize = 8;
 
-/// Permutes `[out, in, taps]` to `[taps, in, out]`, f32, with taps in this order.
+/// Permutes `[out, in, taps]` to `[taps, in, out]`, f32, with those taps that the order has.
 pub(crate) fn taps_first(weight: &Tensor, order: TapOrder) -> Result<Tensor> {
-    let (outputs, inputs, taps) = weight.dims3()?;
+    let (outputs, inputs, all) = weight.dims3()?;
+    let taps = order.kernel.iter().product::<usize>();
     let mut held = vec![0f32; outputs * inputs * taps];
     with_numbers(weight, |numbers| {
         held.par_chunks_mut(inputs * outputs)
@@ -36,7 +37,7 @@ pub(crate) fn taps_first(weight: &Tensor, order: TapOrder) -> Result<Tensor> {
                 let tap = order.source(tap);
                 for (input, of_input) in of_tap.chunks_mut(outputs).enumerate() {
                     for (output, number) in of_input.iter_mut().enumerate() {
-                        *number = numbers[(output * inputs + input) * taps + tap];
+                        *number = numbers[(output * inputs + input) * all + tap];
                     }
                 }
             });

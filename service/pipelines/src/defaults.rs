@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
+use crate::checkpoint::sidecar_of;
 use crate::files::{damaged, read_json};
 use crate::{Medium, ModelError, Reads, Request, RequestError, Sampling};
 
@@ -19,11 +20,24 @@ pub(crate) fn folder_shift(folder: &Path) -> Result<Option<f32>, ModelError> {
     }
 }
 
-/// The `shift` in a file of settings.
+/// The shift of the times of steps that is written down for the model at a path: in the sidecar of its file, or in its folder.
 ///
 /// # Errors
 /// As [`folder_shift`].
-pub(crate) fn written_shift(path: &Path) -> Result<Option<f32>, ModelError> {
+pub(crate) fn shift_of(path: &Path, folder: &Path) -> Result<Option<f32>, ModelError> {
+    let sidecar = sidecar_of(path);
+    let of_file = match path.is_file() && sidecar.is_file() {
+        true => written_shift(&sidecar)?,
+        false => None,
+    };
+    match of_file {
+        None => folder_shift(folder),
+        of_file => Ok(of_file),
+    }
+}
+
+/// The `shift` in a file of settings.
+fn written_shift(path: &Path) -> Result<Option<f32>, ModelError> {
     #[derive(Deserialize)]
     struct Written {
         shift: Option<f32>,

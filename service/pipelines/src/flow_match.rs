@@ -1,4 +1,4 @@
-//! The noise schedule: diffusers' `FlowMatchEulerDiscreteScheduler`, as the FLUX and Z-Image pipelines use it.
+//! The noise schedule: diffusers' `FlowMatchEulerDiscreteScheduler`, as the pipelines of FLUX, Z-Image and Qwen-Image use it.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ pub struct SchedulerConfig {
     pub time_shift_type: String,
     /// Must be 1000, the factor of the transformer.
     pub num_train_timesteps: u32,
-    /// Not supported.
+    /// The last sigma before the final 0: the others are stretched to it.
     pub shift_terminal: Option<f64>,
     /// Not supported.
     pub invert_sigmas: bool,
@@ -100,12 +100,12 @@ impl SchedulerConfig {
             ));
         }
         self.check_shift()?;
-        // The reference treats zero as unset.
+        if let Some(terminal) = self.shift_terminal.filter(|last| !(0.0..1.0).contains(last)) {
+            return Err(format!(
+                "shift_terminal is {terminal}; it must be from 0 to less than 1"
+            ));
+        }
         let settings = [
-            (
-                "shift_terminal",
-                self.shift_terminal.is_some_and(|terminal| terminal != 0.0),
-            ),
             ("invert_sigmas", self.invert_sigmas),
             ("use_karras_sigmas", self.use_karras_sigmas),
             ("use_exponential_sigmas", self.use_exponential_sigmas),
@@ -165,10 +165,7 @@ impl SchedulerConfig {
                 1.0 + f64::from(i) * stride
             }
         });
-        linear
-            .map(|sigma| self.shifted(sigma as f32, mu))
-            .chain([0.0])
-            .collect()
+        self.stretched(linear.map(|sigma| self.shifted(sigma as f32, mu)))
     }
 
     /// [`SchedulerConfig::sigmas`] over a grid of `torch.linspace`, which computes in f32 from both ends towards the
@@ -181,7 +178,38 @@ impl SchedulerConfig {
             true => stride.mul_add(i as f32, 1.0),
             false => (-stride).mul_add((steps - 1 - i) as f32, last),
         });
-        linear.map(|sigma| self.shifted(sigma, mu)).chain([0.0]).collect()
+        self.stretched(linear.map(|sigma| self.shifted(sigma, mu)))
+    }
+
+    /// The sigmas stretched from 1 so that the last is the terminal one (`stretch_shift_to_terminal`), and a final 0. A single 1
+    /// cannot be stretched.
+    fn stretched(&self, sigmas: impl Iterator<Item = f32>) -> Vec<f32> {
+        let mut sigmas: Vec<f32> = sigmas.collect();
+        let last = sigmas.last().map_or(0.0, |last| 1.0 - last);
+        // The reference treats zero as unset.
+        if let Some(terminal) = self
+            .shift_terminal
+            .filter(|terminal| *terminal != 0.0 && last > 0.0)
+        {
+            let by = last / (1.0 - terminal) as f32;
+            sigmas
+                .iter_mut()
+                .for_each(|sigma| *sigma = 1.0 - (1.0 - *sigma) / by);
+        }
+        sigmas.push(0.0);
+        sigmas
+    }
+
+    /// The same schedule with this shift for every picture, and without a terminal sigma.
+    pub(crate) fn with_shift(&self, shift: f64) -> SchedulerConfig {
+        let exponent = shift.ln();
+        SchedulerConfig {
+            shift,
+            base_shift: exponent,
+            max_shift: exponent,
+            shift_terminal: None,
+            ..self.clone()
+        }
     }
 
     /// The exponent of the dynamic shift: `calculate_shift`.
@@ -291,11 +319,20 @@ mod tests {
     #[test]
     fn unsupported_scheduler_settings_are_named() {
         let config = SchedulerConfig {
-            shift_terminal: Some(0.1),
+            invert_sigmas: true,
             ..SchedulerConfig::default()
         };
         assert!(
             config
+                .check()
+                .is_err_and(|problem| problem.contains("invert_sigmas"))
+        );
+        let beyond = SchedulerConfig {
+            shift_terminal: Some(1.0),
+            ..SchedulerConfig::default()
+        };
+        assert!(
+            beyond
                 .check()
                 .is_err_and(|problem| problem.contains("shift_terminal"))
         );

@@ -20,6 +20,8 @@ mod maps;
 mod mmdit;
 pub mod noise;
 pub mod ovi;
+mod place;
+pub mod qwen_image;
 mod resident;
 pub mod rotary;
 mod rounds;
@@ -50,6 +52,7 @@ pub fn families() -> FamilyList {
         Box::new(flux::Flux),
         Box::new(z_image::ZImage),
         Box::new(sdxl::Sdxl),
+        Box::new(qwen_image::QwenImage),
         Box::new(hunyuan::Hunyuan),
         Box::new(ovi::Ovi),
         Box::new(wan::Wan),

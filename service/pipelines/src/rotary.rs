@@ -39,13 +39,13 @@ pub(crate) enum Rounded {
     Frequencies,
 }
 
-/// The rotations of these positions, computed in f64. `axes` are the widths of the axes in a head; the frequency of
-/// pair `i` of an axis of width `d` is `theta^(-2i/d)`.
+/// The rotations of these positions, whole numbers, computed in f64. `axes` are the widths of the axes in a head; the frequency
+/// of pair `i` of an axis of width `d` is `theta^(-2i/d)`.
 ///
 /// # Errors
 /// Errors of the device.
-pub(crate) fn rotations<const N: usize>(
-    positions: &[[u32; N]],
+pub(crate) fn rotations<const N: usize, P: Copy + Into<i64>>(
+    positions: &[[P; N]],
     axes: [usize; N],
     theta: f64,
     rounded: Rounded,
@@ -56,7 +56,7 @@ pub(crate) fn rotations<const N: usize>(
     for position in positions {
         most.iter_mut()
             .zip(position)
-            .for_each(|(most, &at)| *most = at.max(*most));
+            .for_each(|(most, &at)| *most = (at.into().unsigned_abs() as u32).max(*most));
     }
     let mut tables = Vec::with_capacity(N);
     for (&width, most) in axes.iter().zip(most) {
@@ -69,9 +69,12 @@ pub(crate) fn rotations<const N: usize>(
     let mut sin = Vec::with_capacity(positions.len() * pairs);
     for position in positions {
         for (&at, table) in position.iter().zip(&tables) {
-            for (s, c) in &table[at as usize] {
+            let at: i64 = at.into();
+            // Backwards is the same angle with the other sign.
+            let sign = if at < 0 { -1.0 } else { 1.0 };
+            for (s, c) in &table[at.unsigned_abs() as usize] {
                 cos.push(*c);
-                sin.push(*s);
+                sin.push(sign * *s);
             }
         }
     }

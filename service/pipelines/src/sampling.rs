@@ -141,12 +141,15 @@ impl<T> Prompts<T> {
 /// A step predicts under one condition after the other, in the same buffers: two conditions take twice the time, and little memory
 /// ([`Conditions::kept_bytes`]). Both predictions are combined as `negative + scale * (prompt - negative)` in f32, where the
 /// scale is [`Request::true_guidance`]. That is what diffusers' FLUX pipelines do with their `true_cfg_scale`. `ZImagePipeline`
-/// computes `prompt + guidance * (prompt - negative)`, which is the same with a scale of `1 + guidance`.
+/// computes `prompt + guidance * (prompt - negative)`, which is the same with a scale of `1 + guidance`. Qwen-Image's go on from
+/// there ([`Conditions::keeping_length`]).
 pub(crate) struct Conditions<C> {
     conditions: Prompts<C>,
     /// The prediction under the negative prompt, kept while that under the prompt is computed in the same buffers.
     kept: Option<Tensor>,
     scale: f64,
+    /// Whether the combination has the length of the prediction under the prompt, token by token.
+    keeps_length: bool,
 }
 
 impl<C> Conditions<C> {
@@ -166,7 +169,18 @@ impl<C> Conditions<C> {
             conditions,
             kept,
             scale: request.true_guidance.into(),
+            keeps_length: false,
         })
+    }
+
+    /// The same conditions, of whose combined predictions each token's has the length of that under the prompt, as in diffusers'
+    /// `QwenImagePipeline`. They are combined in f32 in host memory: a prediction has a thousandth of the numbers that a step
+    /// computes.
+    pub(crate) fn keeping_length(self) -> Conditions<C> {
+        Conditions {
+            keeps_length: true,
+            ..self
+        }
     }
 
     /// Bytes that a second condition keeps, where a prediction has `numbers` numbers.
@@ -195,16 +209,50 @@ impl<C> Conditions<C> {
         let negative = match (&self.conditions.negative, &self.kept) {
             (Some(negative), Some(kept)) => {
                 ops::copy_rows(predict(negative)?, kept)?;
-                Some((kept, self.scale))
+                Some(kept)
             }
             _ => None,
         };
-        Ok(Prediction {
-            prompt: predict(&self.conditions.prompt)?,
-            by: 1.0,
-            negative,
-        })
+        let prompt = predict(&self.conditions.prompt)?;
+        match negative {
+            None => Ok(Prediction::of(prompt)),
+            Some(kept) if self.keeps_length => {
+                let combined = of_length(prompt, kept, self.scale)?;
+                let combined = combined.to_dtype(kept.dtype())?.to_device(kept.device())?;
+                ops::copy_rows(&combined, kept)?;
+                Ok(Prediction::of(kept))
+            }
+            Some(kept) => Ok(Prediction::guided(prompt, kept, self.scale)),
+        }
     }
+}
+
+/// The combination of two predictions `[1, tokens, width]`, each token's as long as that under the prompt; f32 in host memory.
+fn of_length(prompt: &Tensor, negative: &Tensor, scale: f64) -> candle_core::Result<Tensor> {
+    let on_host = |tensor: &Tensor| -> candle_core::Result<Vec<f32>> {
+        let tensor = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        tensor.flatten_all()?.to_vec1()
+    };
+    let width = prompt.dim(2)?.max(1);
+    let (prompt_numbers, mut combined) = (on_host(prompt)?, on_host(negative)?);
+    let length = |token: &[f32]| token.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    for (token, of_prompt) in combined
+        .chunks_exact_mut(width)
+        .zip(prompt_numbers.chunks_exact(width))
+    {
+        for (number, prompt) in token.iter_mut().zip(of_prompt) {
+            *number += scale as f32 * (prompt - *number);
+        }
+        let found = length(token);
+        // A token of zeros has no direction, and stays.
+        let by = if found > 0.0 {
+            length(of_prompt) / found
+        } else {
+            1.0
+        };
+        token.iter_mut().for_each(|number| *number *= by as f32);
+    }
+    Tensor::from_vec(combined, prompt.shape(), &Device::Cpu)
 }
 
 /// The prediction of a step, valid until the next one: the combination of the transformer's outputs under each condition,

@@ -10,6 +10,20 @@ use candle_core::{DType, Device, Result, Tensor};
 /// # Errors
 /// Errors of the device.
 pub(crate) fn sinusoids(values: &[f32], width: usize, dtype: DType, device: &Device) -> Result<Tensor> {
+    sinusoids_of(values, 1.0, width, (dtype, device))
+}
+
+/// [`sinusoids`] of values that are multiplied by `scale` after the frequency, as `Timesteps(.., scale=scale)` does: where it
+/// rounds, it rounds otherwise than for values that were multiplied before.
+///
+/// # Errors
+/// Errors of the device.
+pub(crate) fn sinusoids_of(
+    values: &[f32],
+    scale: f32,
+    width: usize,
+    (dtype, device): (DType, &Device),
+) -> Result<Tensor> {
     let half = width / 2;
     let minus_ln_of_period = -(10_000f64.ln()) as f32;
     let frequencies: Vec<f32> = (0..half)
@@ -18,8 +32,10 @@ pub(crate) fn sinusoids(values: &[f32], width: usize, dtype: DType, device: &Dev
     let numbers: Vec<f32> = values
         .iter()
         .flat_map(|value| {
-            let cosines = frequencies.iter().map(move |frequency| (value * frequency).cos());
-            cosines.chain(frequencies.iter().map(move |frequency| (value * frequency).sin()))
+            let angles = frequencies
+                .iter()
+                .map(move |frequency| scale * (value * frequency));
+            angles.clone().map(f32::cos).chain(angles.map(f32::sin))
         })
         .collect();
     Tensor::from_vec(numbers, (values.len(), width), &Device::Cpu)?

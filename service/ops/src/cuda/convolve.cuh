@@ -4,12 +4,13 @@
 
 namespace moored {
 
-// `[outputs, inputs, frames, rows, columns]` to `[outputs, rows, frames, columns, inputs]`.
+// `[outputs, inputs, all]`, of which `[frames, rows, columns]` are taken from `before` on, to
+// `[outputs, rows, frames, columns, inputs]`.
 struct TapsArguments {
     const void* weight;
     void* out;
     unsigned long long numbers;
-    unsigned inputs, frames, rows, columns;
+    unsigned inputs, frames, rows, columns, before, all;
 };
 
 template <class T>
@@ -21,7 +22,7 @@ __device__ inline void taps_first(const TapsArguments& a) {
     const unsigned rest = static_cast<unsigned>(i % of_output), tap = rest / a.inputs, input = rest % a.inputs;
     const unsigned line = tap / a.columns, row = line / a.frames, frame = line % a.frames;
     const unsigned from = (frame * a.rows + row) * a.columns + tap % a.columns;
-    static_cast<T*>(a.out)[i] = static_cast<const T*>(a.weight)[output * of_output + input * taps + from];
+    static_cast<T*>(a.out)[i] = static_cast<const T*>(a.weight)[(output * a.inputs + input) * a.all + a.before + from];
 }
 
 // Mirrors the struct in `cuda/convolve.rs`.

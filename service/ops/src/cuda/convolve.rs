@@ -25,6 +25,8 @@ struct TapsArguments {
     frames: u32,
     rows: u32,
     columns: u32,
+    before: u32,
+    all: u32,
 }
 
 // SAFETY: plain data with C layout.
@@ -64,25 +66,28 @@ pub(crate) fn unwritten(shape: &[usize], dtype: DType, device: &CudaDevice) -> R
     })
 }
 
-/// Permutes `[out, in, taps]` to `[out, taps, in]`, with taps in this order.
+/// Permutes `[out, in, taps]` to `[out, taps, in]`, with those taps that the order has.
 pub(crate) fn taps_first(weight: &Tensor, order: TapOrder) -> Result<Tensor> {
-    let (outputs, inputs, taps) = weight.dims3()?;
+    let (outputs, inputs, all) = weight.dims3()?;
+    let taps = order.kernel.iter().product::<usize>();
     let device = weight.device().as_cuda_device()?;
     let [frames, rows, columns] = order.sides().map(|side| side as u32);
     let held = unwritten(&[outputs, taps, inputs], weight.dtype(), device)?;
     let arguments = TapsArguments {
         weight: address_of(weight)?,
         out: address_of(&held)?,
-        numbers: weight.elem_count() as u64,
+        numbers: held.elem_count() as u64,
         inputs: inputs as u32,
         frames,
         rows,
         columns,
+        before: order.before as u32,
+        all: all as u32,
     };
     let name = format!("taps_first_{}", kernel_dtype(weight.dtype())?);
-    let grid = (weight.elem_count().div_ceil(THREADS), 1, 1);
-    // SAFETY: the arguments have the kernel's layout, and point to equally many elements that are read and written;
-    // both tensors live until this is enqueued.
+    let grid = (held.elem_count().div_ceil(THREADS), 1, 1);
+    // SAFETY: the arguments have the kernel's layout, and point to the elements that are written and to those of the weight,
+    // of which each is read at most once; both tensors live until this is enqueued.
     unsafe { Card::of(device)?.launch(&device.cuda_stream(), name, grid, THREADS, &arguments)? };
     Ok(held)
 }

@@ -4,10 +4,11 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-use super::components::{Requested, Shapes, component_of_checkpoint, open};
+use super::components::{Requested, Shapes, component_of_specs, open, whole};
+use super::spec::TensorSpec;
 use super::stored::Checkpoint;
 use crate::files::checked;
-use crate::{ComponentFiles, ModelError, ModelFile};
+use crate::{ComponentFiles, ModelError};
 
 /// A component's folder, or the file that replaces it.
 pub(crate) struct ComponentPlace {
@@ -65,21 +66,29 @@ impl ComponentPlace {
     /// # Errors
     /// The first tensor that is missing, of another shape, or stored in an unsupported way.
     pub(crate) fn files(
-        self,
+        &self,
         wanted: Requested,
         rename: impl Fn(&str) -> Option<String>,
         shapes: impl FnOnce(&dyn Fn(&str) -> bool) -> Shapes,
+    ) -> Result<ComponentFiles, ModelError> {
+        self.files_of_specs(wanted, rename, |has| whole(shapes(has)))
+    }
+
+    /// [`ComponentPlace::files`], whose tensors may be rows of those at the place.
+    ///
+    /// # Errors
+    /// As [`ComponentPlace::files`].
+    pub(crate) fn files_of_specs(
+        &self,
+        wanted: Requested,
+        rename: impl Fn(&str) -> Option<String>,
+        specs: impl FnOnce(&dyn Fn(&str) -> bool) -> Vec<TensorSpec>,
     ) -> Result<ComponentFiles, ModelError> {
         let checkpoint = match self.is_file {
             true => Checkpoint::of_file(&open(&self.place)?, rename)?,
             false => Checkpoint::of_folder(&self.place)?,
         };
-        let mut files = component_of_checkpoint(&self.place, checkpoint, wanted, shapes)?;
-        let config = self.config.filter(|_| self.is_file);
-        files
-            .files
-            .extend(config.and_then(|config| ModelFile::at(&config).ok()));
-        files.files.sort();
-        Ok(files)
+        let specs = specs(&|name| checkpoint.has(name));
+        component_of_specs(&self.place, &checkpoint, &specs, wanted, self.config.as_deref())
     }
 }

@@ -30,8 +30,8 @@ pub(crate) use recognise::{Marks, Recognised, authors_names, has_marks};
 pub(crate) use relatives::{class_not_run, file_not_run, is_lora, known_by_names, part_in_file};
 pub(crate) use role::{QuantizeRole, RoleOf};
 pub(crate) use single_file::{
-    base_beside, bases_beside, beside, checkpoint_stem, companion, file_in, folders_in, named_base,
-    of_hub_cache, sidecar_of, written_base,
+    base_beside, bases_beside, beside, checkpoint_stem, companion, companion_by, file_in, folders_in,
+    named_base, of_hub_cache, sidecar_of, written_base,
 };
 pub(crate) use spec::{Layout, Rows, TensorSpec};
 pub(crate) use stored::{Checkpoint, heads};

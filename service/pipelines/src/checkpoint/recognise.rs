@@ -22,7 +22,7 @@ pub(crate) struct Marks {
     /// The supported pipeline classes.
     pub(crate) pipelines: &'static [&'static str],
     /// Beginnings of names that only this family's transformer has in a single file, quantized or not.
-    pub(crate) namings: [(Naming, &'static [&'static str]); 2],
+    pub(crate) namings: &'static [(Naming, &'static [&'static str])],
     /// Further names of its layers in single files.
     pub(crate) names: LayerNames,
     /// A tensor of single files that is never used.

@@ -126,8 +126,20 @@ mod tests {
                 &["vace_blocks.0.before_proj.weight", "vace_patch_embedding.weight"],
             ),
             (
-                "Qwen-Image",
-                &["txt_norm.weight", "transformer_blocks.0.img_mod.1.weight"],
+                "Qwen-Image-Layered",
+                &[
+                    "txt_norm.weight",
+                    "transformer_blocks.0.img_mod.1.weight",
+                    "time_text_embed.addition_t_embedding.weight",
+                ],
+            ),
+            (
+                "Qwen-Image 2.1",
+                &[
+                    "txt_in.in_layer.weight",
+                    "modulation.1.weight",
+                    "transformer_blocks.0.img_mlp.gate_layer.weight",
+                ],
             ),
             (
                 "HunyuanVideo 1.5",
@@ -183,6 +195,11 @@ mod tests {
                 "noise_refiner.0.attention.qkv.weight",
                 "noise_refiner.0.adaLN_modulation.0.weight",
                 "x_pad_token",
+            ],
+            &[
+                "txt_norm.weight",
+                "transformer_blocks.0.img_mod.1.weight",
+                "__index_timestep_zero__",
             ],
             &[
                 "txt_in.individual_token_refiner.blocks.0.self_attn.qkv.weight",

@@ -228,13 +228,23 @@ pub(crate) fn folders_in(folder: &Path) -> Result<Vec<PathBuf>, ModelError> {
 /// `-` or `.`; it is beside the transformer, in the base, or where ComfyUI keeps such files, in a folder beside the
 /// transformer's.
 pub(crate) fn companion(file: &Path, base: &Path, comfy_folder: &str, stem: &str) -> Option<PathBuf> {
+    companion_by(file, base, comfy_folder, |folder| file_in(folder, stem))
+}
+
+/// [`companion`], which `in_folder` finds in a folder.
+pub(crate) fn companion_by(
+    file: &Path,
+    base: &Path,
+    comfy_folder: &str,
+    in_folder: impl Fn(&Path) -> Option<PathBuf>,
+) -> Option<PathBuf> {
     let folder = file.parent().unwrap_or(Path::new("."));
     let comfy = folder.parent().map(|models| models.join(comfy_folder));
     let folders = [Some(folder.to_owned()), Some(base.to_owned()), comfy];
     folders
         .into_iter()
         .flatten()
-        .find_map(|folder| file_in(&folder, stem))
+        .find_map(|folder| in_folder(&folder))
 }
 
 /// The single file in a folder whose name is `stem`, or `stem` followed by `_`, `-` or `.`.

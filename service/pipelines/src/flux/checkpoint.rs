@@ -41,7 +41,7 @@ pub(super) const MARKS: Marks = Marks {
     component: "transformer",
     class_prefix: "Flux",
     pipelines: &PIPELINES,
-    namings: [
+    namings: &[
         // HunyuanVideo has blocks of the same names, and convolves its input; in FLUX.2 blocks have no modulators.
         (
             Naming::Authors,

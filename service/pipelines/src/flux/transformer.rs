@@ -81,7 +81,7 @@ impl Transformer {
         let width = config.width();
         Ok(Transformer {
             trunk: Trunk::new(config, tensors)?,
-            last_modulator: Modulator::new(tensors, "norm_out", &config.blocks(), 2)?,
+            last_modulator: Modulator::new(tensors, "norm_out.linear", &config.blocks(), 2)?,
             last: Linear::new(tensors, "proj_out", width, config.out_width())?,
         })
     }

@@ -134,6 +134,7 @@ impl Trunk {
             modulations: &conditioning.modulations,
             rotations: &conditioning.rotations,
             step,
+            apart: None,
             wanted,
             last,
         };

@@ -25,7 +25,7 @@ pub(super) const MARKS: Marks = Marks {
     component: "transformer",
     class_prefix: "Flux2",
     pipelines: &PIPELINES,
-    namings: [
+    namings: &[
         (
             Naming::Authors,
             &["double_stream_modulation_img.lin.", "double_blocks.0.img_attn."],

@@ -16,8 +16,9 @@ mod stages;
 mod transformer;
 
 pub use self::model::{Flux2, Flux2Model};
+pub use crate::place::Place;
 pub use config::TransformerConfig;
-pub use positions::{Place, positions, rotations};
+pub use positions::{positions, rotations};
 pub use stages::mu;
 pub use transformer::{Conditioning, Prompted, StepBuffers, Transformer, denoise_scratch};
 

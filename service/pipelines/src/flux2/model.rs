@@ -12,7 +12,7 @@ use model::{Field, LeftOut, Passes, Reads, ReferenceFit, smaller_sides};
 use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::TransformerConfig;
 use super::layout::{NAMES, layout};
-use super::references::{MOST, fit, place_of, places};
+use super::references::{MOST, fit, places};
 use super::stages::{DENOISE, ENCODE_TEXT, captions};
 use super::transformer::denoise_scratch;
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
@@ -20,6 +20,7 @@ use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
 use crate::mmdit::{flops_of_pass, is_modulator};
+use crate::place::Place;
 use crate::sampling::{Denoiser, Prompts, passes_in_step};
 use crate::stage::Stage;
 use crate::start::{is_from_latent, steps_run};
@@ -212,7 +213,7 @@ impl Flux2Model {
     fn denoise_stage(&self, request: &Request, image: &Image) -> StagePlan {
         let &Image { width, height, .. } = image;
         let text = request.max_sequence_length as usize;
-        let generated = place_of(width, height).tokens();
+        let generated = Place::of_picture(width, height).tokens();
         let references: usize = places(request, image).iter().map(|place| place.tokens()).sum();
         let steps = steps_run(request);
         let denoiser = Denoiser {

@@ -3,9 +3,10 @@
 use ops::Planned;
 
 use super::model::Flux2Model;
-use super::references::{ENCODE_REFERENCE, place_of, places};
+use super::references::{ENCODE_REFERENCE, places};
 use super::stages::{DENOISE, ENCODE_TEXT};
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE};
+use crate::place::Place;
 use crate::sampling::Prompts;
 use crate::{Image, Request};
 
@@ -37,7 +38,7 @@ impl Flux2Model {
             ENCODE_IMAGE => autoencoder.planned_to_encode(image),
             DENOISE => {
                 let text = request.max_sequence_length as usize;
-                let generated = place_of(image.width, image.height).tokens();
+                let generated = Place::of_picture(image.width, image.height).tokens();
                 let references: usize = places(request, image).iter().map(|place| place.tokens()).sum();
                 let tokens = text + generated + references;
                 let mut planned = self.transformer.blocks().planned(tokens, generated, dtype);

@@ -3,28 +3,16 @@
 use candle_core::{Device, Result};
 
 use super::config::TransformerConfig;
+use crate::place::Place;
 use crate::rotary::{self, Rotations, Rounded};
 
 /// First axis of the first reference picture, and the distance of those that follow.
 const REFERENCE: u32 = 10;
 
-/// Rows and columns of tokens of a picture.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
-    pub rows: usize,
-    pub columns: usize,
-}
-
-impl Place {
-    /// Number of tokens.
-    pub fn tokens(self) -> usize {
-        self.rows * self.columns
-    }
-
-    fn at(self, first: u32) -> impl Iterator<Item = [u32; 4]> {
-        let rows = 0..self.rows as u32;
-        rows.flat_map(move |row| (0..self.columns as u32).map(move |column| [first, row, column, 0]))
-    }
+/// Positions of a picture's tokens, with this first axis.
+fn at(first: u32, place: Place) -> impl Iterator<Item = [u32; 4]> {
+    let rows = 0..place.rows as u32;
+    rows.flat_map(move |row| (0..place.columns as u32).map(move |column| [first, row, column, 0]))
 }
 
 /// Positions of `text` tokens, of those of the generated picture, and of those of reference pictures, row by row
@@ -32,8 +20,8 @@ impl Place {
 pub fn positions(text: usize, picture: Place, references: &[Place]) -> Vec<[u32; 4]> {
     let texts = (0..text as u32).map(|index| [0, 0, 0, index]);
     let references = references.iter().zip(1..);
-    let references = references.flat_map(|(place, number)| place.at(REFERENCE * number));
-    texts.chain(picture.at(0)).chain(references).collect()
+    let references = references.flat_map(|(place, number)| at(REFERENCE * number, *place));
+    texts.chain(at(0, picture)).chain(references).collect()
 }
 
 /// The rotations of these positions: `Flux2PosEmbed`, computed in f64 and rounded once.

@@ -5,7 +5,7 @@ use model::ReferenceFit;
 use model::bounds::PIXELS_PER_TOKEN;
 
 use super::model::Flux2Model;
-use super::positions::Place;
+use crate::place::Place;
 use crate::start::is_from_latent;
 use crate::{Image, InitImage, Request, RequestError, StagePlan, ValueShape};
 
@@ -56,19 +56,11 @@ pub(super) fn fit(width: u32, height: u32) -> Result<ReferenceFit, RequestError>
     })
 }
 
-/// Rows and columns of tokens of a picture of this size.
-pub(super) fn place_of(width: u32, height: u32) -> Place {
-    Place {
-        rows: (height / PIXELS_PER_TOKEN) as usize,
-        columns: (width / PIXELS_PER_TOKEN) as usize,
-    }
-}
-
 /// The places of all pictures that the generated one refers to: the start, then the references.
 pub(super) fn places(request: &Request, image: &Image) -> Vec<Place> {
-    let start = is_from_latent(request).then(|| place_of(image.width, image.height));
+    let start = is_from_latent(request).then(|| Place::of_picture(image.width, image.height));
     let references = image.references.iter();
-    let references = references.map(|reference| place_of(reference.width, reference.height));
+    let references = references.map(|reference| Place::of_picture(reference.width, reference.height));
     start.into_iter().chain(references).collect()
 }
 

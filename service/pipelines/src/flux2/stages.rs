@@ -6,11 +6,12 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::model::{Flux2Model, TEXT_ENCODER, TRANSFORMER};
-use super::references::{ENCODE_REFERENCE, REFERENCE, place_of, places};
+use super::references::{ENCODE_REFERENCE, REFERENCE, places};
 use super::transformer::{Conditioning, Prompted, Transformer, pack, unpack};
 use crate::adapters::{AdaptedTensors, UsedAs};
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoders::kl::stages::send_preview;
+use crate::place::Place;
 use crate::sampling::{Conditions, Prompts, SampledLatent};
 use crate::stage::{Stage, named, unknown};
 use crate::start::{MaskCells, Start, StartRule, start};
@@ -114,7 +115,7 @@ impl Stage<'_, Flux2Model> {
     fn denoise(&mut self) -> Result<HostTensor, StageError> {
         let (model, request, on) = (self.model, self.run.request, self.on());
         let image = request.image()?;
-        let picture = place_of(image.width, image.height);
+        let picture = Place::of_picture(image.width, image.height);
         let shape = model.autoencoder().latent(image).shape;
         let start_latent = self.run.value_if_taken(LATENT)?;
         let sigmas = model

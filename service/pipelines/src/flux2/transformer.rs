@@ -6,11 +6,12 @@ use ops::{Epilogue, Nonlinearity};
 
 use super::config::TransformerConfig;
 use super::layout::TIMESTEP;
-use super::positions::{Place, positions, rotations};
+use super::positions::{positions, rotations};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 use crate::mmdit::{Blocks, Buffers, Modulations, Modulator, Next, NoHook, Pass, SINUSOIDS};
+use crate::place::Place;
 use crate::rotary::Rotations;
 use crate::sampling::Conditions;
 use crate::sinusoids::sinusoids;
@@ -75,7 +76,7 @@ impl Transformer {
                 linear(&format!("{TIMESTEP}.linear_2"), width, width)?,
             ],
             blocks: Blocks::new(blocks, tensors)?,
-            last_modulator: Modulator::new(tensors, "norm_out", &blocks, 2)?,
+            last_modulator: Modulator::new(tensors, "norm_out.linear", &blocks, 2)?,
             last: linear("proj_out", width, config.in_channels)?,
             config: config.clone(),
         })
@@ -158,6 +159,7 @@ impl Transformer {
             modulations: &conditioning.modulations,
             rotations: &conditioning.rotations,
             step,
+            apart: None,
             wanted: &generated,
             last: &last,
         };

@@ -47,7 +47,7 @@ pub(super) const MARKS: Marks = Marks {
     component: "transformer",
     class_prefix: "HunyuanVideo",
     pipelines: &PIPELINES,
-    namings: [
+    namings: &[
         (
             Naming::Authors,
             &[

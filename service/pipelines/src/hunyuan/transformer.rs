@@ -142,7 +142,7 @@ impl Transformer {
             refiner: Refiner::new(config, tensors)?,
             embedder: StepEmbedder::new(tensors, "time_text_embed", sizes, config.guidance_embeds)?,
             blocks: Blocks::new(config.blocks(), tensors)?,
-            last_modulator: Modulator::new(tensors, "norm_out", &config.blocks(), 2)?,
+            last_modulator: Modulator::new(tensors, "norm_out.linear", &config.blocks(), 2)?,
             last: Linear::new(tensors, "proj_out", width, config.token_width())?,
             config: config.clone(),
         })
@@ -243,6 +243,7 @@ impl Transformer {
             modulations: &conditioning.modulations,
             rotations: &conditioning.rotations,
             step,
+            apart: None,
             wanted: &sampled,
             last: &last,
         };

@@ -12,6 +12,8 @@ pub(crate) struct Convolution {
     weight: Weight,
     /// `[out]`.
     pub(crate) bias: Tensor,
+    /// Whether of its frames the last is taken alone.
+    of_last_frame: bool,
 }
 
 impl Convolution {
@@ -26,7 +28,16 @@ impl Convolution {
         Ok(Convolution {
             weight,
             bias: bias.contiguous()?,
+            of_last_frame: false,
         })
+    }
+
+    /// What a convolution of a frame and those before it does to the only frame of a picture.
+    pub(crate) fn of_last_frame(self) -> Convolution {
+        Convolution {
+            of_last_frame: true,
+            ..self
+        }
     }
 
     /// Channels of the output.
@@ -44,7 +55,10 @@ impl Convolution {
     /// # Errors
     /// Errors of the device.
     pub(crate) fn filter(&self, dtype: DType) -> Result<Filter> {
-        Filter::new(&self.weight, dtype)
+        match self.of_last_frame {
+            true => Filter::last_frame(&self.weight, dtype),
+            false => Filter::new(&self.weight, dtype),
+        }
     }
 
     /// The filter for maps `[h, t, w, c]`, of a kernel with frames.

@@ -1,7 +1,7 @@
 //! The transformer's blocks. They compute in [`Buffers`], allocated once per request: a step allocates nothing.
 //!
-//! FLUX.1 and FLUX.2 build them differently ([`Design`]): `FluxTransformerBlock` and `FluxSingleTransformerBlock`,
-//! `Flux2TransformerBlock` and `Flux2SingleTransformerBlock` in diffusers.
+//! FLUX.1, FLUX.2 and Qwen-Image build them differently ([`Design`]): `FluxTransformerBlock` and `FluxSingleTransformerBlock`,
+//! `Flux2TransformerBlock` and `Flux2SingleTransformerBlock`, `QwenImageTransformerBlock` in diffusers.
 //!
 //! Between two layers there is one fused pass: the residual, and the norm and modulation of the next layer. So a block
 //! begins with normalized rows, and ends by normalizing for the next block.
@@ -10,8 +10,8 @@ use candle_core::{DType, Result, Tensor};
 use gpu::MissingTensor;
 use ops::{Angles, Epilogue, LayerTo, Mask, Nonlinearity, Pairs, QkNorm, Scratch};
 
-use super::buffers::{Added, Buffers, EPS, Next, Part, attends_for_some};
-use super::layout::{DiffusersStream, STREAMS};
+use super::buffers::{Added, Buffers, EPS, Next, Part, Share, attends_for_some};
+use super::layout::DiffusersStream;
 use super::shape::{BlocksShape, Design};
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
@@ -24,9 +24,9 @@ fn layer(
     (inputs, outputs): (usize, usize),
     shape: &BlocksShape,
 ) -> std::result::Result<Linear, MissingTensor> {
-    match shape.design {
-        Design::Flux1 => Linear::new(tensors, name, inputs, outputs),
-        Design::Flux2 => Linear::without_bias(tensors, name, inputs, outputs),
+    match shape.design.has_biases() {
+        true => Linear::new(tensors, name, inputs, outputs),
+        false => Linear::without_bias(tensors, name, inputs, outputs),
     }
 }
 
@@ -148,7 +148,7 @@ pub(crate) struct Modulator {
 }
 
 impl Modulator {
-    /// The modulator with the tensors of `{name}.linear`.
+    /// The modulator with the tensors of this layer.
     ///
     /// # Errors
     /// When it is missing or of another shape.
@@ -160,7 +160,7 @@ impl Modulator {
     ) -> std::result::Result<Modulator, MissingTensor> {
         let sizes = (shape.width(), parts * shape.width());
         Ok(Modulator {
-            linear: layer(tensors, &format!("{name}.linear"), sizes, shape)?,
+            linear: layer(tensors, name, sizes, shape)?,
             parts,
         })
     }
@@ -186,11 +186,6 @@ struct Stream {
 
 /// The modulation of one stream: shift, scale and gate around attention, then around the feed-forward.
 pub(super) type StreamModulation = Vec<Tensor>;
-
-/// Row `step` of the modulations of all steps, `[1, width]` each.
-fn at_step(parts: &[Tensor], step: usize) -> Result<Vec<Tensor>> {
-    parts.iter().map(|part| part.narrow(0, step, 1)).collect()
-}
 
 /// Shift and scale, adjacent in `parts`, as the norm before `layers`.
 fn next_of<'a>(parts: &[Tensor], step: usize, layers: impl IntoIterator<Item = &'a Linear>) -> Result<Next> {
@@ -218,8 +213,8 @@ impl Stream {
     }
 
     /// The norm before the projections.
-    fn next(&self, modulation: &StreamModulation, step: usize) -> Result<Next> {
-        next_of(modulation, step, &self.projections.0)
+    fn next(&self, modulation: &StreamModulation, row: usize) -> Result<Next> {
+        next_of(modulation, row, &self.projections.0)
     }
 
     /// Queries, keys and values of a part, normalized and rotated, into the joint buffer.
@@ -229,24 +224,29 @@ impl Stream {
         self.norms.apply(part, angles)
     }
 
-    /// Adds attention to the residual, runs the feed-forward, and adds `added` to the first rows; normalizes for
-    /// `next`.
+    /// Adds attention to the residual, runs the feed-forward, and adds `added` to the first rows; normalizes each share of the
+    /// part for its `next`.
     fn close(
         &self,
-        part: &Part,
+        (part, shares): (&Part, &[Share]),
         modulation: &StreamModulation,
-        step: usize,
-        (next, added): (&Next, &[Added<'_>]),
+        (next, added): (&[&Next], &[Added<'_>]),
         scratch: &Scratch,
     ) -> Result<()> {
-        let gates = at_step(modulation, step)?;
+        let gate = |number: usize, share: &Share| modulation[number].narrow(0, share.row, 1);
         self.output
             .forward_into(&part.attended, Epilogue::None, &part.branch, scratch)?;
-        let inside = next_of(&modulation[3..], step, [&self.feed_forward.up])?;
-        part.pass_on(&gates[2], &inside)?;
-        self.feed_forward.forward(part, inside.as_codes, scratch)?;
+        let as_codes = take_codes([&self.feed_forward.up], modulation[3].dtype())?;
+        for share in shares {
+            let inside = next_of(&modulation[3..], share.row, [&self.feed_forward.up])?;
+            share.rows.pass_on(&gate(2, share)?, &inside)?;
+        }
+        self.feed_forward.forward(part, as_codes, scratch)?;
         part.add(added)?;
-        part.pass_on(&gates[5], next)
+        for (share, next) in shares.iter().zip(next) {
+            share.rows.pass_on(&gate(5, share)?, next)?;
+        }
+        Ok(())
     }
 }
 
@@ -267,7 +267,7 @@ impl DoubleBlock {
             let output = format!("{name}.attn.{}", names.output);
             Ok(Stream {
                 modulator: match shape.design {
-                    Design::Flux1 => Some(modulator()?),
+                    Design::Flux1 | Design::QwenImage => Some(modulator()?),
                     Design::Flux2 => None,
                 },
                 projections: Projections::new(tensors, name, names.projections, shape)?,
@@ -276,7 +276,7 @@ impl DoubleBlock {
                 feed_forward: FeedForward::new(tensors, &format!("{name}.{}", names.feed_forward), shape)?,
             })
         };
-        let [picture, text] = &STREAMS;
+        let [picture, text] = shape.design.streams();
         Ok(DoubleBlock {
             picture: stream(picture)?,
             text: stream(text)?,
@@ -299,43 +299,49 @@ impl DoubleBlock {
         Ok(Some((picture.forward(activated)?, text.forward(activated)?)))
     }
 
-    /// The norms at the beginning of the block: of the picture, then of the text.
+    /// The norms at the beginning of the block: of each share of the picture, then of the text in this step.
     pub(super) fn first(
         &self,
         (of_picture, of_text): &(StreamModulation, StreamModulation),
-        step: usize,
-    ) -> Result<(Next, Next)> {
-        Ok((
-            self.picture.next(of_picture, step)?,
-            self.text.next(of_text, step)?,
-        ))
+        (shares, step): (&[Share], usize),
+    ) -> Result<(Vec<Next>, Next)> {
+        let of_shares = shares
+            .iter()
+            .map(|share| self.picture.next(of_picture, share.row));
+        Ok((of_shares.collect::<Result<_>>()?, self.text.next(of_text, step)?))
     }
 
-    /// Runs the block over normalized rows, and normalizes them for `next`: picture and text. `added` goes to the
-    /// first rows of the picture.
+    /// Runs the block over normalized rows, and normalizes them for `next`: each share of the picture, and the text. `added`
+    /// goes to the first rows of the picture.
     pub(super) fn forward(
         &self,
         buffers: &Buffers,
         modulation: &(StreamModulation, StreamModulation),
-        step: usize,
+        (shares, step): (&[Share], usize),
         rotations: &Rotations,
-        next: (&Next, &Next),
+        next: (&[&Next], &Next),
         added: &[Added<'_>],
     ) -> Result<()> {
         let (picture, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
-        let (of_picture, of_text) = self.first(modulation, step)?;
+        let dtype = picture.hidden.dtype();
+        let picture_as_codes = take_codes(&self.picture.projections.0, dtype)?;
+        let text_as_codes = take_codes(&self.text.projections.0, dtype)?;
         let scratch = buffers.scratch();
         let turned = rotations.rows(buffers.text, picture.hidden.dim(1)?)?;
         self.picture
-            .project(&picture, of_picture.as_codes, turned.angles(), scratch)?;
+            .project(&picture, picture_as_codes, turned.angles(), scratch)?;
         let turned = rotations.rows(0, buffers.text)?;
         self.text
-            .project(&text, of_text.as_codes, turned.angles(), scratch)?;
+            .project(&text, text_as_codes, turned.angles(), scratch)?;
         attend(&whole, &whole)?;
         self.picture
-            .close(&picture, &modulation.0, step, (next.0, added), scratch)?;
+            .close((&picture, shares), &modulation.0, (next.0, added), scratch)?;
+        let of_text = [Share {
+            rows: buffers.text()?,
+            row: step,
+        }];
         self.text
-            .close(&text, &modulation.1, step, (next.1, &[]), scratch)
+            .close((&text, &of_text), &modulation.1, (&[next.1], &[]), scratch)
     }
 }
 
@@ -366,13 +372,14 @@ impl SingleBlock {
         shape: &BlocksShape,
     ) -> std::result::Result<SingleBlock, MissingTensor> {
         let (width, inner) = (shape.width(), shape.feed_forward_width());
+        let streams = shape.design.streams();
         let linear =
             |part: &str, inputs, outputs| layer(tensors, &format!("{name}.{part}"), (inputs, outputs), shape);
         let (modulator, input, output) = match shape.design {
-            Design::Flux1 => (
-                Some(Modulator::new(tensors, &format!("{name}.norm"), shape, 3)?),
+            Design::Flux1 | Design::QwenImage => (
+                Some(Modulator::new(tensors, &format!("{name}.norm.linear"), shape, 3)?),
                 SingleInput::Separate {
-                    projections: Box::new(Projections::new(tensors, name, STREAMS[0].projections, shape)?),
+                    projections: Box::new(Projections::new(tensors, name, streams[0].projections, shape)?),
                     up: linear("proj_mlp", width, inner)?,
                 },
                 "proj_out",
@@ -386,7 +393,7 @@ impl SingleBlock {
         Ok(SingleBlock {
             modulator,
             input,
-            norms: HeadNorms::new(tensors, name, STREAMS[0].norms, shape)?,
+            norms: HeadNorms::new(tensors, name, streams[0].norms, shape)?,
             output: linear(output, width + inner, width)?,
         })
     }

@@ -129,6 +129,25 @@ impl Buffers {
         self.part(self.text, self.tokens()? - self.text)
     }
 
+    /// The rows of the picture by the row of the modulations that they take: `step`, but for those `apart`.
+    pub(super) fn shares(&self, step: usize, apart: Option<Apart>) -> Result<Vec<Share>> {
+        let Some(Apart { count, row }) = apart else {
+            let rows = self.picture()?;
+            return Ok(vec![Share { rows, row: step }]);
+        };
+        let generated = self.tokens()? - self.text - count;
+        Ok(vec![
+            Share {
+                rows: self.generated(generated)?,
+                row: step,
+            },
+            Share {
+                rows: self.reference(count)?,
+                row,
+            },
+        ])
+    }
+
     /// All rows, `[batch, text + picture, width]`.
     pub(crate) fn whole(&self) -> Result<Part> {
         self.part(0, self.tokens()?)
@@ -190,6 +209,23 @@ pub(crate) struct Layers {
 
 /// A term that is added to the residual after a block, `[1, rows, width]`, and its factor, `[1, width]`.
 pub(crate) type Added<'a> = (&'a Tensor, &'a Tensor);
+
+/// The last rows of the pictures of a batch of one, where they take another row of the modulations than the step's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Apart {
+    /// Number of these rows.
+    pub(crate) count: usize,
+    /// The row of the modulations.
+    pub(crate) row: usize,
+}
+
+/// Rows of one stream of a double block that take the same row of the modulations.
+#[derive(Debug)]
+pub(super) struct Share {
+    pub(super) rows: Part,
+    /// The row of the modulations.
+    pub(super) row: usize,
+}
 
 /// Rows of the buffers: text, picture, or both.
 #[derive(Debug)]

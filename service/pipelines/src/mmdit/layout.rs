@@ -42,23 +42,50 @@ pub(super) struct DiffusersStream {
     pub(super) norms: [&'static str; 2],
 }
 
-/// The stream of the generated tokens, then that of the text.
-pub(super) const STREAMS: [DiffusersStream; 2] = [
+/// The stream of the generated tokens, then that of the text: of FLUX and HunyuanVideo.
+const STREAMS: [DiffusersStream; 2] = [
     DiffusersStream {
-        modulation: "norm1",
+        modulation: "norm1.linear",
         projections: ["to_q", "to_k", "to_v"],
         output: "to_out.0",
         feed_forward: "ff",
         norms: ["norm_q", "norm_k"],
     },
     DiffusersStream {
-        modulation: "norm1_context",
+        modulation: "norm1_context.linear",
         projections: ["add_q_proj", "add_k_proj", "add_v_proj"],
         output: "to_add_out",
         feed_forward: "ff_context",
         norms: ["norm_added_q", "norm_added_k"],
     },
 ];
+
+/// Those of Qwen-Image.
+const STREAMS_OF_QWEN_IMAGE: [DiffusersStream; 2] = {
+    let [picture, text] = STREAMS;
+    [
+        DiffusersStream {
+            modulation: "img_mod.1",
+            feed_forward: "img_mlp",
+            ..picture
+        },
+        DiffusersStream {
+            modulation: "txt_mod.1",
+            feed_forward: "txt_mlp",
+            ..text
+        },
+    ]
+};
+
+impl Design {
+    /// The stream of the generated tokens, then that of the text.
+    pub(super) fn streams(self) -> &'static [DiffusersStream; 2] {
+        match self {
+            Design::Flux1 | Design::Flux2 => &STREAMS,
+            Design::QwenImage => &STREAMS_OF_QWEN_IMAGE,
+        }
+    }
+}
 
 impl Layout {
     /// A layer of two parts, the last layer's modulation, whose parts are in the other order in single files.
@@ -73,9 +100,35 @@ impl Layout {
 
     /// A layer of a block, with a bias where the design has biases.
     fn of_block(&mut self, shape: &BlocksShape, name: &str, sizes: [usize; 2], theirs: &str, first: usize) {
-        match shape.design {
-            Design::Flux1 => self.linear(name, sizes, theirs, first),
-            Design::Flux2 => self.weight(name, sizes, theirs, first),
+        match shape.design.has_biases() {
+            true => self.linear(name, sizes, theirs, first),
+            false => self.weight(name, sizes, theirs, first),
+        }
+    }
+
+    /// All blocks of a design whose single files have diffusers' names.
+    pub(crate) fn blocks_of_diffusers(&mut self, shape: &BlocksShape) {
+        let width = shape.width();
+        let (up, down) = ([shape.raised_width(), width], [width, shape.feed_forward_width()]);
+        let [up_name, down_name] = shape.design.feed_forward();
+        for i in 0..shape.double {
+            let block = format!("transformer_blocks.{i}");
+            for stream in shape.design.streams() {
+                let projections = stream.projections.iter().chain([&stream.output]);
+                let square = projections.map(|name| (format!("attn.{name}"), [width, width]));
+                let layers = [
+                    (stream.modulation.to_owned(), [6 * width, width]),
+                    (format!("{}.{up_name}", stream.feed_forward), up),
+                    (format!("{}.{down_name}", stream.feed_forward), down),
+                ];
+                for (name, sizes) in square.chain(layers) {
+                    let name = format!("{block}.{name}");
+                    self.of_block(shape, &name, sizes, &name, 0);
+                }
+                for norm in stream.norms {
+                    self.same(&format!("{block}.attn.{norm}.weight"), &[shape.head]);
+                }
+            }
         }
     }
 
@@ -85,9 +138,9 @@ impl Layout {
         let [up_name, down_name] = shape.design.feed_forward();
         for i in 0..shape.double {
             let (block, file) = (format!("transformer_blocks.{i}"), format!("double_blocks.{i}"));
-            for (stream, theirs) in STREAMS.iter().zip(&theirs.streams) {
+            for (stream, theirs) in shape.design.streams().iter().zip(&theirs.streams) {
                 if let Some(name) = theirs.modulation {
-                    let modulation = format!("{block}.{}.linear", stream.modulation);
+                    let modulation = format!("{block}.{}", stream.modulation);
                     let in_file = format!("{file}.{name}");
                     self.linear(&modulation, [6 * width, width], &in_file, 0);
                 }
@@ -137,7 +190,7 @@ impl Layout {
                 self.linear(&modulation, [3 * width, width], &in_file, 0);
             }
             match shape.design {
-                Design::Flux1 => {
+                Design::Flux1 | Design::QwenImage => {
                     for (part, name) in ["to_q", "to_k", "to_v"].iter().enumerate() {
                         self.linear(
                             &format!("{block}.attn.{name}"),

@@ -18,13 +18,23 @@ pub(crate) enum Design {
     /// FLUX.2: blocks of a kind share their modulators, layers have no biases, the feed-forward is gated (SwiGLU) and three
     /// times as wide, and one layer of a single block makes queries, keys, values and the inside of the feed-forward.
     Flux2,
+    /// Qwen-Image: the double blocks of FLUX.1 under other names, and no single blocks.
+    QwenImage,
 }
 
 impl Design {
+    /// Whether layers have biases.
+    pub(super) fn has_biases(self) -> bool {
+        match self {
+            Design::Flux1 | Design::QwenImage => true,
+            Design::Flux2 => false,
+        }
+    }
+
     /// Hidden widths of the inside of a feed-forward.
     fn inner(self) -> usize {
         match self {
-            Design::Flux1 => 4,
+            Design::Flux1 | Design::QwenImage => 4,
             Design::Flux2 => 3,
         }
     }
@@ -32,7 +42,7 @@ impl Design {
     /// Hidden widths in front of a gate, after queries, keys and values: the gate and what is gated.
     pub(super) fn gated(self) -> usize {
         match self {
-            Design::Flux1 => 0,
+            Design::Flux1 | Design::QwenImage => 0,
             Design::Flux2 => 2 * self.inner(),
         }
     }
@@ -45,7 +55,7 @@ impl Design {
     /// Names of the layers of a feed-forward in diffusers.
     pub(super) fn feed_forward(self) -> [&'static str; 2] {
         match self {
-            Design::Flux1 => ["net.0.proj", "net.2"],
+            Design::Flux1 | Design::QwenImage => ["net.0.proj", "net.2"],
             Design::Flux2 => ["linear_in", "linear_out"],
         }
     }
@@ -78,7 +88,7 @@ impl BlocksShape {
     /// Width of the output of a feed-forward's first layer: with a gate, twice that inside.
     pub(super) fn raised_width(&self) -> usize {
         match self.design {
-            Design::Flux1 => self.feed_forward_width(),
+            Design::Flux1 | Design::QwenImage => self.feed_forward_width(),
             Design::Flux2 => 2 * self.feed_forward_width(),
         }
     }
@@ -96,7 +106,7 @@ impl BlocksShape {
     /// Bytes of the modulations of all blocks and of a last layer, of `steps` steps.
     pub(crate) fn modulations_bytes(&self, steps: u32, dtype: DType) -> u64 {
         let vectors = match self.design {
-            Design::Flux1 => self.double * 12 + self.single * 3 + 2,
+            Design::Flux1 | Design::QwenImage => self.double * 12 + self.single * 3 + 2,
             Design::Flux2 => 12 + 3 + 2,
         };
         (vectors * self.width() * dtype.size_in_bytes()) as u64 * u64::from(steps)
@@ -147,7 +157,7 @@ pub(crate) fn flops_of_pass(
     (text, others): (usize, usize),
 ) -> Flops {
     let is_of_text = |weight: &str| {
-        [".add_", ".to_add_out", "_context."]
+        [".add_", ".to_add_out", "_context.", ".txt_mlp."]
             .iter()
             .any(|part| weight.contains(part))
     };
@@ -169,5 +179,7 @@ pub(crate) fn is_modulator(name: &str) -> bool {
         "double_stream_modulation_",
         "single_stream_modulation.",
     ];
-    prefixes.iter().any(|prefix| name.starts_with(prefix)) && name.ends_with(".linear.weight")
+    let endings = [".linear.weight", ".img_mod.1.weight", ".txt_mod.1.weight"];
+    prefixes.iter().any(|prefix| name.starts_with(prefix))
+        && endings.iter().any(|ending| name.ends_with(ending))
 }

@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor};
 use gpu::{MissingTensor, WeightStream};
 
 use super::blocks::{DoubleBlock, Modulator, SingleBlock, StreamModulation};
-use super::buffers::{Added, Buffers, Layers, Next, Part};
+use super::buffers::{Added, Apart, Buffers, Layers, Next, Part};
 use super::shape::{BlocksShape, Design};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
@@ -36,9 +36,9 @@ impl SharedModulators {
     ) -> std::result::Result<SharedModulators, MissingTensor> {
         let modulator = |name: &str, parts| Modulator::new(tensors, name, shape, parts);
         Ok(SharedModulators {
-            picture: modulator("double_stream_modulation_img", 6)?,
-            text: modulator("double_stream_modulation_txt", 6)?,
-            single: modulator("single_stream_modulation", 3)?,
+            picture: modulator("double_stream_modulation_img.linear", 6)?,
+            text: modulator("double_stream_modulation_txt.linear", 6)?,
+            single: modulator("single_stream_modulation.linear", 3)?,
         })
     }
 }
@@ -87,6 +87,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) rotations: &'a Rotations,
     /// The row of the modulations.
     pub(crate) step: usize,
+    /// Rows of the pictures that take another one. For designs without single blocks.
+    pub(crate) apart: Option<Apart>,
     /// The rows that are needed after the last block.
     pub(crate) wanted: &'a Part,
     /// The norm of these rows.
@@ -111,7 +113,7 @@ impl Blocks {
             double: double.collect::<std::result::Result<_, _>>()?,
             single: single.collect::<std::result::Result<_, _>>()?,
             shared: match shape.design {
-                Design::Flux1 => None,
+                Design::Flux1 | Design::QwenImage => None,
                 Design::Flux2 => Some(SharedModulators::new(&shape, tensors)?),
             },
             stream: tensors.stream(),
@@ -191,10 +193,13 @@ impl Blocks {
             modulations,
             rotations,
             step,
+            apart,
             wanted,
             last,
         } = pass;
-        let (generated, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
+        let (text, whole) = (buffers.text()?, buffers.whole()?);
+        let shares = buffers.shares(step, apart)?;
+        let rows = (shares.as_slice(), step);
         let single_at = |i: usize| match (self.single.get(i), modulations.single.get(i)) {
             (Some(block), Some(modulation)) => block.first(modulation, step).map(Some),
             _ => Ok(None),
@@ -203,8 +208,10 @@ impl Blocks {
             go_on()?;
             self.stream.enter(gpu::BlockPlace::each_pass(i))?;
             if i == 0 {
-                let (of_generated, of_text) = block.first(modulation, step)?;
-                generated.enter(&of_generated)?;
+                let (of_shares, of_text) = block.first(modulation, rows)?;
+                for (share, next) in shares.iter().zip(&of_shares) {
+                    share.rows.enter(next)?;
+                }
                 text.enter(&of_text)?;
             }
             let next_double = self.double.get(i + 1).zip(modulations.double.get(i + 1));
@@ -212,15 +219,16 @@ impl Blocks {
             let added = beside.added(place);
             match (next_double, single_at(0)?) {
                 (Some((next, modulations)), _) => {
-                    let (of_generated, of_text) = next.first(modulations, step)?;
-                    let next = (&of_generated, &of_text);
-                    block.forward(buffers, modulation, step, rotations, next, &added)?;
+                    let (of_shares, of_text) = next.first(modulations, rows)?;
+                    let of_shares: Vec<&Next> = of_shares.iter().collect();
+                    let next = (of_shares.as_slice(), &of_text);
+                    block.forward(buffers, modulation, rows, rotations, next, &added)?;
                 }
-                (None, Some(next)) => {
-                    block.forward(buffers, modulation, step, rotations, (&next, &next), &added)?;
-                }
-                (None, None) => {
-                    block.forward(buffers, modulation, step, rotations, (last, last), &added)?;
+                (None, of_single) => {
+                    let next = of_single.as_ref().unwrap_or(last);
+                    let next = (vec![next; shares.len()], next);
+                    let next = (next.0.as_slice(), next.1);
+                    block.forward(buffers, modulation, rows, rotations, next, &added)?;
                 }
             }
             beside.after_block(place, buffers)?;

@@ -51,7 +51,7 @@ pub(super) const MARKS: Marks = Marks {
     component: UNET,
     class_prefix: "StableDiffusionXL",
     pipelines: &PIPELINES,
-    namings: [
+    namings: &[
         (Naming::Authors, &["input_blocks.0.0.", "label_emb.0.0."]),
         (
             Naming::Diffusers,

@@ -1,10 +1,12 @@
 //! A causal decoder as a text encoder: the sum of its first layers over resident tensors of any weight format, without
-//! the last norm (transformers' `LlamaModel`, `Qwen3Model`, `hidden_states[depth]`).
+//! the last norm or with it (transformers' `LlamaModel`, `Qwen3Model`, `Qwen2_5_VLTextModel`, `hidden_states[depth]`).
 //!
 //! Attention is causal, so padding after a prompt does not affect its states, and is not computed, unless a model reads the
 //! states of padding too ([`Taken::attended`]).
 
+mod embedding;
 mod layer;
+mod positions;
 
 use candle_core::{DType, Tensor};
 use gpu::{BlockPlace, ComponentTensors, MissingTensor, Weight};
@@ -13,7 +15,9 @@ use ops::{AttentionShape, MaskShape, Norm, Planned, Scratch, allocated, norm_mod
 use residency::Bytes;
 use serde::Deserialize;
 
+use self::embedding::embed_tokens;
 use self::layer::{Buffers, Layer};
+use self::positions::Positions;
 use super::encoding::{check_finite, check_ids};
 use crate::adapters::AdaptedTensors;
 use crate::checkpoint::{QuantizeRole, numbered};
@@ -39,6 +43,16 @@ pub(super) fn prefix_of(has: &dyn Fn(&str) -> bool) -> &'static str {
     PREFIXES.into_iter().find(known).unwrap_or(PREFIX)
 }
 
+/// Name of the norm after the layers.
+pub(super) fn last_norm(has: &dyn Fn(&str) -> bool) -> String {
+    format!("{}norm.weight", prefix_of(has))
+}
+
+/// Whether a tensor is the token embedding.
+pub(super) fn is_embedding(name: &str) -> bool {
+    name.ends_with("embed_tokens.weight")
+}
+
 /// Attention and feed-forward may be quantized.
 pub(crate) fn role(name: &str) -> QuantizeRole {
     let Some(layer) = name.strip_suffix(".weight") else {
@@ -58,8 +72,8 @@ pub(super) struct Rope {
     rope_theta: Option<f64>,
     /// The rotary parameters, in newer files.
     rope_parameters: Option<RopeParameters>,
-    /// Must be null.
-    rope_scaling: Option<serde_json::Value>,
+    /// Null, but for the sections of older files.
+    rope_scaling: Option<RopeParameters>,
 }
 
 /// `rope_parameters` of a configuration.
@@ -68,6 +82,19 @@ pub(super) struct Rope {
 struct RopeParameters {
     rope_theta: Option<f64>,
     rope_type: Option<String>,
+    /// The same in older files.
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    /// Pairs of a head that turn by each of the three positions of a token (Qwen2-VL).
+    mrope_section: Option<[usize; 3]>,
+}
+
+impl RopeParameters {
+    /// Whether the frequencies are scaled.
+    fn is_scaled(&self) -> bool {
+        let kind = self.rope_type.as_deref().or(self.kind.as_deref());
+        kind.is_some_and(|kind| kind != "default" && !(kind == "mrope" && self.mrope_section.is_some()))
+    }
 }
 
 impl Rope {
@@ -79,29 +106,49 @@ impl Rope {
         }
     }
 
-    /// Base of the frequencies.
+    /// Base of the frequencies, or that of LLaMA where none is written.
     pub(super) fn theta(&self) -> f64 {
+        self.written_theta().unwrap_or(10_000.0)
+    }
+
+    /// Base of the frequencies, where it is written.
+    pub(super) fn written_theta(&self) -> Option<f64> {
         let newer = self.rope_parameters.as_ref().and_then(|rope| rope.rope_theta);
-        newer.or(self.rope_theta).unwrap_or(10_000.0)
+        newer.or(self.rope_theta)
+    }
+
+    /// Pairs of a head that turn by each of the three positions of a token, where they are written.
+    pub(super) fn sections(&self) -> Option<[usize; 3]> {
+        let of = |rope: &Option<RopeParameters>| rope.as_ref().and_then(|rope| rope.mrope_section);
+        of(&self.rope_parameters).or_else(|| of(&self.rope_scaling))
+    }
+
+    /// Checks that the rotary embedding is not scaled, and has one position for a token.
+    pub(super) fn check(&self) -> Result<(), String> {
+        match self.sections() {
+            None => self.check_scale(),
+            Some(_) => Err("rotary embeddings on three axes, which are not known here".to_owned()),
+        }
     }
 
     /// Checks that the rotary embedding is not scaled.
-    pub(super) fn check(&self) -> Result<(), String> {
-        let kind = self
-            .rope_parameters
-            .as_ref()
-            .and_then(|rope| rope.rope_type.as_deref());
-        if self
-            .rope_scaling
-            .as_ref()
-            .is_some_and(|scaling| !scaling.is_null())
-            || kind.is_some_and(|kind| kind != "default")
+    pub(super) fn check_scale(&self) -> Result<(), String> {
+        let older = self.rope_scaling.as_ref();
+        let is_scaled = older.is_some_and(|rope| rope.is_scaled() || rope.mrope_section.is_none());
+        match is_scaled
+            || self
+                .rope_parameters
+                .as_ref()
+                .is_some_and(RopeParameters::is_scaled)
         {
-            return Err("rotary embeddings that are scaled, which are not known".to_owned());
+            true => Err("rotary embeddings that are scaled, which are not known".to_owned()),
+            false => Ok(()),
         }
-        Ok(())
     }
 }
+
+/// Layers that have biases in Qwen2.
+const BIASED: [&str; 3] = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"];
 
 /// The sizes and constants of a decoder.
 #[derive(Clone, Debug, PartialEq)]
@@ -124,6 +171,10 @@ pub(super) struct Decoder {
     pub(super) theta: f64,
     /// Whether each head of queries and keys has a norm (Qwen3).
     pub(super) has_head_norms: bool,
+    /// Whether queries, keys and values have biases (Qwen2).
+    pub(super) has_biases: bool,
+    /// Pairs of a head that turn by each of the three positions of a token (Qwen2-VL); `None` where it has one.
+    pub(super) sections: Option<[usize; 3]>,
 }
 
 impl Decoder {
@@ -148,6 +199,17 @@ impl Decoder {
         }
         if hidden_act != "silu" {
             return Err(format!("the activation {hidden_act:?}; only silu is known"));
+        }
+        if let Some(sections) = self.sections
+            && sections
+                .iter()
+                .try_fold(0usize, |sum, pairs| sum.checked_add(*pairs))
+                != Some(self.head_dim / 2)
+        {
+            return Err(format!(
+                "sections of {sections:?} pairs in a head of {} numbers",
+                self.head_dim
+            ));
         }
         if !(self.theta > 0.0 && self.rms_norm_eps > 0.0) {
             return Err(format!(
@@ -174,6 +236,9 @@ impl Decoder {
         for i in 0..depth {
             let mut add = |name: &str, shape: &[usize]| {
                 list.push((format!("{prefix}layers.{i}.{name}.weight"), shape.to_vec()));
+                if self.has_biases && BIASED.contains(&name) {
+                    list.push((format!("{prefix}layers.{i}.{name}.bias"), shape[..1].to_vec()));
+                }
             };
             add("input_layernorm", &[width]);
             add("self_attn.q_proj", &[queries, width]);
@@ -258,6 +323,27 @@ impl Decoder {
     }
 }
 
+/// The tokens of a pass.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tokens<'a> {
+    pub(super) ids: &'a [u32],
+    /// Position of each token in time, rows and columns; without them, each token's number is its position on every axis.
+    pub(super) positions: Option<&'a [[u32; 3]]>,
+    /// Rows `[tokens, hidden_size]` in place of those of the token embedding, with the number of the first of these tokens.
+    pub(super) inserted: &'a [(usize, &'a Tensor)],
+}
+
+impl<'a> Tokens<'a> {
+    /// The tokens of a text.
+    pub(super) fn of_text(ids: &'a [u32]) -> Tokens<'a> {
+        Tokens {
+            ids,
+            positions: None,
+            inserted: &[],
+        }
+    }
+}
+
 /// What is taken of a pass.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Taken<'a> {
@@ -266,6 +352,8 @@ pub(super) struct Taken<'a> {
     pub(super) attended: usize,
     /// The numbers of layers after which the states are taken, ascending; the last is that of all layers that run.
     pub(super) after: &'a [usize],
+    /// Whether the last of these states is normalized by the norm after the layers.
+    pub(super) is_normed: bool,
 }
 
 /// The block of a tensor: each layer is one.
@@ -303,9 +391,10 @@ impl ResidentDecoder<'_> {
             return Err(StageError::BadInput(problem));
         }
         for (name, shape) in decoder.tensor_shapes(depth, &|name| tensors.contains(name)) {
-            let found = match role(&name) {
-                QuantizeRole::Quantized => tensors.shaped_weight(&name, &shape).map(|_| ()),
-                QuantizeRole::AsStored | QuantizeRole::Full => tensors.shaped(&name, &shape).map(|_| ()),
+            // A token embedding may be stored in blocks, of which the rows of tokens are dequantized.
+            let found = match role(&name) == QuantizeRole::Quantized || is_embedding(&name) {
+                true => tensors.shaped_weight(&name, &shape).map(|_| ()),
+                false => tensors.shaped(&name, &shape).map(|_| ()),
             };
             found.map_err(StageError::missing_in(component))?;
         }
@@ -365,8 +454,9 @@ impl ResidentDecoder<'_> {
         let all = Taken {
             attended: ids.len(),
             after: &[self.depth],
+            is_normed: false,
         };
-        self.states(ids, &all, cancelled)
+        self.states(&Tokens::of_text(ids), &all, cancelled)
     }
 
     /// The sums of the layers up to those that are taken, side by side: `[tokens, count * hidden_size]` in the dtype of the
@@ -376,47 +466,61 @@ impl ResidentDecoder<'_> {
     /// Errors of [`ResidentDecoder::encode`].
     pub(super) fn states(
         &self,
-        ids: &[u32],
+        tokens: &Tokens<'_>,
         taken: &Taken<'_>,
         cancelled: &dyn Fn() -> bool,
     ) -> Result<Tensor, StageError> {
-        let decoder = &self.decoder;
-        let read = || -> Result<(Tensor, Vec<Layer>), MissingTensor> {
-            let prefix = prefix_of(&|name| self.tensors.contains(name));
-            let table = self.tensors.get(&format!("{prefix}embed_tokens.weight"))?;
+        let (decoder, count) = (&self.decoder, tokens.ids.len());
+        let has = |name: &str| self.tensors.contains(name);
+        let read = || -> Result<(Weight, Vec<Layer>, Option<Tensor>), MissingTensor> {
+            let prefix = prefix_of(&has);
+            let table = self.tensors.weight(&format!("{prefix}embed_tokens.weight"))?;
             let tensors = AdaptedTensors::from(self.tensors);
             let layers =
                 (0..self.depth).map(|i| Layer::new(&tensors, &format!("{prefix}layers.{i}"), decoder));
-            Ok((table, layers.collect::<Result<_, _>>()?))
+            let of_end = || self.tensors.shaped(&last_norm(&has), &[decoder.hidden_size]);
+            let end = taken.is_normed.then(of_end).transpose()?;
+            Ok((table, layers.collect::<Result<_, _>>()?, end))
         };
-        let (table, layers) = read().map_err(StageError::missing_in(&self.component))?;
-        let (device, dtype) = (table.device(), table.dtype());
+        let (table, layers, end) = read().map_err(StageError::missing_in(&self.component))?;
+        let Some(first) = layers.first() else {
+            return Err(StageError::BadInput("a decoder without layers".to_owned()));
+        };
+        let (device, dtype) = (first.norm1.device(), first.norm1.dtype());
         let linears = layers.iter().flat_map(Layer::linears);
-        let scratch = Scratch::new(largest_scratch(linears, ids.len(), dtype), device)?;
-        let buffers = Buffers::new(decoder, (ids.len(), taken.attended), dtype, scratch, device)?;
-        ops::embed(&table, &Tensor::new(ids, device)?, &buffers.sum.squeeze(0)?)?;
-        if let Some(first) = layers.first() {
-            let norm = Norm::Rms {
-                weight: Some(&first.norm1),
-                eps: decoder.rms_norm_eps,
-            };
-            norm_modulate(&buffers.sum, norm, None, &buffers.normed)?;
+        let scratch = Scratch::new(largest_scratch(linears, count, dtype), device)?;
+        let positions = Positions::of(tokens.positions, count)?;
+        let buffers = Buffers::new(decoder, (&positions, taken.attended), dtype, scratch, device)?;
+        let sum = buffers.sum.squeeze(0)?;
+        embed_tokens(&table, tokens.ids, &sum)?;
+        for (first, rows) in tokens.inserted {
+            ops::copy_rows(
+                &gpu::to_device(rows, device)?,
+                &sum.narrow(0, *first, rows.dim(0)?)?,
+            )?;
         }
+        let norm = Norm::Rms {
+            weight: Some(&first.norm1),
+            eps: decoder.rms_norm_eps,
+        };
+        norm_modulate(&buffers.sum, norm, None, &buffers.normed)?;
         let next = layers.iter().skip(1).map(|layer| Some(&layer.norm1));
         let stream = self.tensors.stream();
         let width = decoder.hidden_size;
-        let encoded = Tensor::zeros((ids.len(), taken.after.len() * width), dtype, device)?;
-        for (number, (layer, next)) in layers.iter().zip(next.chain([None])).enumerate() {
+        let encoded = Tensor::zeros((count, taken.after.len() * width), dtype, device)?;
+        for (number, (layer, next)) in layers.iter().zip(next.chain([end.as_ref()])).enumerate() {
             if cancelled() {
                 return Err(StageError::Cancelled);
             }
             stream.enter(BlockPlace::each_pass(number))?;
             layer.forward(&buffers, next)?;
             if let Some(place) = taken.after.iter().position(|after| *after == number + 1) {
-                ops::copy_rows(
-                    &buffers.sum.squeeze(0)?,
-                    &encoded.narrow(1, place * width, width)?,
-                )?;
+                let is_end = number + 1 == self.depth;
+                let states = match taken.is_normed && is_end {
+                    true => buffers.normed.squeeze(0)?,
+                    false => buffers.sum.squeeze(0)?,
+                };
+                ops::copy_rows(&states, &encoded.narrow(1, place * width, width)?)?;
             }
         }
         Ok(encoded)

@@ -139,6 +139,8 @@ impl LlamaConfig {
             rms_norm_eps: self.rms_norm_eps,
             theta: self.rope.theta(),
             has_head_norms: false,
+            has_biases: false,
+            sections: None,
         }
     }
 

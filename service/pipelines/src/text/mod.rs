@@ -5,6 +5,7 @@ pub mod clip;
 mod decoder;
 pub(crate) mod encoding;
 pub mod llama;
+pub mod qwen2_vl;
 pub mod qwen3;
 mod shared;
 pub mod t5;

@@ -14,7 +14,7 @@ use residency::Bytes;
 use serde::Deserialize;
 
 use super::candle;
-use super::decoder::{Decoder, ResidentDecoder, Rope, Taken, prefix_of};
+use super::decoder::{Decoder, ResidentDecoder, Rope, Taken, Tokens, last_norm, prefix_of};
 use super::encoding::{check_finite, check_ids};
 
 pub(crate) use super::decoder::{block_of, role};
@@ -123,6 +123,8 @@ impl Qwen3Config {
             rms_norm_eps: self.rms_norm_eps,
             theta: self.rope.theta(),
             has_head_norms: true,
+            has_biases: false,
+            sections: None,
         }
     }
 
@@ -174,11 +176,6 @@ impl Qwen3Config {
     pub fn planned(&self, tokens: usize, is_quantized: bool, dtype: DType) -> Option<Planned> {
         is_quantized.then(|| self.decoder().planned(tokens, dtype))
     }
-}
-
-/// Name of the norm after the layers.
-fn last_norm(has: &dyn Fn(&str) -> bool) -> String {
-    format!("{}norm.weight", prefix_of(has))
 }
 
 /// The first layers of a decoder, over resident tensors.
@@ -243,9 +240,13 @@ impl Qwen3Encoder<'_> {
             let problem = format!("{attended} of {} tokens are attended to", ids.len());
             return Err(StageError::BadInput(problem));
         }
-        let taken = Taken { attended, after };
-        self.0
-            .checked(ids, cancelled, || self.0.states(ids, &taken, cancelled))
+        let taken = Taken {
+            attended,
+            after,
+            is_normed: false,
+        };
+        let states = || self.0.states(&Tokens::of_text(ids), &taken, cancelled);
+        self.0.checked(ids, cancelled, states)
     }
 
     /// [`Qwen3Encoder::forward`] of all layers, with the norm after them: transformers' `last_hidden_state`.

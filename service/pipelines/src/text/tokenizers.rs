@@ -360,6 +360,26 @@ impl QwenTokenizer {
         Ok(ids)
     }
 
+    /// The ids of a text alone: nothing is appended.
+    ///
+    /// # Errors
+    /// [`TokenizeError`], for which no input is known.
+    pub(crate) fn encode_bare(&self, text: &str) -> Result<Vec<u32>, TokenizeError> {
+        words(&self.words.tokenizer, text)
+    }
+
+    /// The id of a token that models of pictures need.
+    ///
+    /// # Errors
+    /// [`TokenizeError::Failed`] when the vocabulary has no such token.
+    pub(crate) fn id(&self, token: &str) -> Result<u32, TokenizeError> {
+        let id = self.words.tokenizer.token_to_id(token);
+        id.ok_or_else(|| {
+            let file = self.words.file.display();
+            TokenizeError::Failed(format!("the vocabulary in {file} has no token {token:?}"))
+        })
+    }
+
     /// The id of padding.
     ///
     /// # Errors

@@ -85,7 +85,7 @@ impl ImageProcessor {
         if [height, width].iter().any(|side| !(1..=MAX_SIDE).contains(side)) {
             return Err(format!("pictures of {width}x{height} pixels"));
         }
-        self.filter()?;
+        filter_of(self.resample)?;
         if !(self.do_resize && self.do_rescale && self.do_normalize) {
             return Err("pictures that are not scaled and normalized, which are not known".to_owned());
         }
@@ -93,16 +93,6 @@ impl ImageProcessor {
             return Err("a deviation of 0".to_owned());
         }
         Ok(())
-    }
-
-    fn filter(&self) -> Result<Filter, String> {
-        match self.resample {
-            1 => Ok(Filter::Lanczos),
-            3 => Ok(Filter::Bicubic),
-            other => Err(format!(
-                "the filter {other}; 1 (Lanczos) and 3 (bicubic) are known"
-            )),
-        }
     }
 
     /// The pixels of a picture of `size` (width, height), rows of interleaved RGB bytes: f32 `[1, 3, height, width]`
@@ -115,17 +105,36 @@ impl ImageProcessor {
         if expected == 0 || rgb.len() != expected {
             candle_core::bail!("a picture of {size:?} pixels has {} bytes", rgb.len());
         }
-        let filter = self.filter().map_err(candle_core::Error::msg)?;
+        let filter = filter_of(self.resample).map_err(candle_core::Error::msg)?;
         let Size { height, width } = self.size;
         let bytes = resized_by(filter, rgb, CHANNELS, size, (width, height));
         let pixels = (0..CHANNELS).flat_map(|channel| {
             let (mean, deviation) = (self.image_mean[channel], self.image_std[channel]);
             let of_channel = bytes.iter().skip(channel).step_by(CHANNELS);
-            of_channel.map(move |byte| ((f64::from(*byte) * self.rescale_factor) as f32 - mean) / deviation)
+            of_channel.map(move |byte| number_of(*byte, self.rescale_factor, (mean, deviation)))
         });
         let shape = (1, CHANNELS, height as usize, width as usize);
         Tensor::from_vec(pixels.collect::<Vec<f32>>(), shape, &Device::Cpu)
     }
+}
+
+/// The filter of Pillow's number.
+///
+/// # Errors
+/// For an unsupported one, in words.
+pub(super) fn filter_of(resample: u32) -> Result<Filter, String> {
+    match resample {
+        1 => Ok(Filter::Lanczos),
+        3 => Ok(Filter::Bicubic),
+        other => Err(format!(
+            "the filter {other}; 1 (Lanczos) and 3 (bicubic) are known"
+        )),
+    }
+}
+
+/// The number of a byte, scaled by `factor`, in units of the deviation from the mean.
+pub(super) fn number_of(byte: u8, factor: f64, (mean, deviation): (f32, f32)) -> f32 {
+    ((f64::from(byte) * factor) as f32 - mean) / deviation
 }
 
 /// A picture as diffusers' FramePack pipeline hands it to the processor: as floats of -1 to 1, of which the processor

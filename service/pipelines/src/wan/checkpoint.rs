@@ -34,7 +34,7 @@ pub(crate) const MARKS: Marks = Marks {
     component: "transformer",
     class_prefix: "Wan",
     pipelines: &PIPELINES,
-    namings: [
+    namings: &[
         (
             Naming::Authors,
             &["patch_embedding.", "text_embedding.0.", "blocks.0.cross_attn.k."],

@@ -14,10 +14,8 @@ use super::places::Places;
 use super::shape::{block_of, role};
 use crate::adapters::AdapterSet;
 use crate::autoencoders::wan::{WanVaeConfig, diffusers_name_of_original};
-use crate::checkpoint::{
-    ComponentFiles, ComponentSet, QuantizeRole, RoleOf, Wanted, open_single_file, sidecar_of,
-};
-use crate::defaults::{folder_defaults, folder_shift, written_shift};
+use crate::checkpoint::{ComponentFiles, ComponentSet, QuantizeRole, RoleOf, Wanted, open_single_file};
+use crate::defaults::{folder_defaults, shift_of};
 use crate::files::{check_pairs, unsupported};
 use crate::text::t5::{self, T5Config};
 use crate::text::umt5;
@@ -181,19 +179,6 @@ impl Opened {
             settings,
             files,
         })
-    }
-}
-
-/// The shift of the times of steps that is written down for a model: in the sidecar of its file, or in its folder.
-fn shift_of(path: &Path, folder: &Path) -> Result<Option<f32>, ModelError> {
-    let sidecar = sidecar_of(path);
-    let of_file = match path.is_file() && sidecar.is_file() {
-        true => written_shift(&sidecar)?,
-        false => None,
-    };
-    match of_file {
-        None => folder_shift(folder),
-        of_file => Ok(of_file),
     }
 }
 

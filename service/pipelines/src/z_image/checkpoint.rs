@@ -26,7 +26,7 @@ pub(super) const MARKS: Marks = Marks {
     component: "transformer",
     class_prefix: "ZImage",
     pipelines: &PIPELINES,
-    namings: [
+    namings: &[
         (
             Naming::Authors,
             &["noise_refiner.0.attention.qkv.", "cap_embedder.0.", "x_embedder."],

@@ -25,7 +25,7 @@ pub(crate) struct Case {
     pub(crate) file: Option<(&'static str, Write)>,
 }
 
-pub(crate) const CASES: [Case; 11] = [
+pub(crate) const CASES: [Case; 13] = [
     Case {
         name: "flux",
         folders: &[("flux-tiny", "")],
@@ -79,6 +79,31 @@ pub(crate) const CASES: [Case; 11] = [
         },
         quantized: "text_encoder_2",
         file: None,
+    },
+    Case {
+        name: "qwen-image",
+        folders: &[("qwen-vl-tiny", ""), ("qwen-image-tiny", "")],
+        request: || Request {
+            guidance: 0.0,
+            negative_prompt: Some(" ".to_owned()),
+            true_guidance: 3.0,
+            ..of(Medium::Image(Image::of(64, 64)))
+        },
+        quantized: "text_encoder",
+        file: None,
+    },
+    Case {
+        name: "qwen-image-edit",
+        folders: &[("qwen-vl-tiny", ""), ("qwen-image-tiny", "")],
+        request: || Request {
+            guidance: 0.0,
+            ..of(Medium::Image(Image {
+                references: vec![picture(64, 9), picture(96, 5)],
+                ..Image::of(64, 64)
+            }))
+        },
+        quantized: "text_encoder",
+        file: Some(("", edits_pictures)),
     },
     Case {
         name: "framepack",
@@ -153,6 +178,27 @@ pub(crate) const CASES: [Case; 11] = [
         file: None,
     },
 ];
+
+/// Makes a pipeline of Qwen-Image one of Qwen-Image-Edit-2511.
+fn edits_pictures(folder: &Path) {
+    for (file, from, to) in [
+        (
+            "model_index.json",
+            "QwenImagePipeline",
+            "QwenImageEditPlusPipeline",
+        ),
+        (
+            "transformer/config.json",
+            r#""zero_cond_t": false"#,
+            r#""zero_cond_t": true"#,
+        ),
+    ] {
+        let path = folder.join(file);
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(text.contains(from), "{file}");
+        std::fs::write(&path, text.replace(from, to)).unwrap();
+    }
+}
 
 pub(crate) fn of(medium: Medium) -> Request {
     Request {

@@ -414,6 +414,16 @@ fn larger(config: WanVaeConfig) -> WanVaeConfig {
     }
 }
 
+/// Those of both kinds, and one of pictures alone.
+fn larger_ones() -> Vec<WanVaeConfig> {
+    let all = kinds().map(|kind| larger(kind.config));
+    let pictures = WanVaeConfig {
+        is_of_pictures: true,
+        ..all[0].clone()
+    };
+    all.into_iter().chain([pictures]).collect()
+}
+
 /// Strips of some rows of them.
 const STRIPS: Chunking = Chunking::Strips { bytes: 1 << 17 };
 
@@ -425,10 +435,12 @@ fn a_decode_allocates_the_predicted_scratch() {
 
 fn decode_needs_what_was_predicted() {
     let sides = (8, 10);
-    for kind in kinds() {
-        let config = larger(kind.config);
+    for config in larger_ones() {
         let decoder = WanVaeDecoder::new(&config, &ComponentTensors::new(weights(&config))).unwrap();
         for (length, chunkings) in [(1, &CHUNKINGS[..1]), (3, &[Chunking::Whole, STRIPS])] {
+            if config.is_of_pictures && length > 1 {
+                continue;
+            }
             let latents = latents("scratch", config.z_dim, length, sides);
             for &chunking in chunkings {
                 let how = FrameDecoding {
@@ -458,11 +470,13 @@ fn an_encode_allocates_the_predicted_scratch() {
 
 fn encode_needs_what_was_predicted() {
     let sides = (8, 10);
-    for kind in kinds() {
-        let config = larger(kind.config);
+    for config in larger_ones() {
         let encoder = WanVaeEncoder::new(&config, &ComponentTensors::new(weights(&config))).unwrap();
         let (factor, cells) = (config.factor(), config.factor() / 8);
         for (count, chunkings) in [(1, &CHUNKINGS[..1]), (9, &[Chunking::Whole, STRIPS])] {
+            if config.is_of_pictures && count > 1 {
+                continue;
+            }
             let film = film(count, (sides.0 * cells, sides.1 * cells));
             let size = (sides.1 * factor, sides.0 * factor);
             for &chunking in chunkings {
@@ -506,4 +520,48 @@ fn every_rung_needs_less_than_the_one_before() {
     let config = WanVaeConfig::wan_2_2();
     let film = decode_ladder(&config, (44, 80), 31, DType::BF16);
     assert!(film[0].1.scratch.0 < 4 << 30, "{:?}", film[0].1);
+}
+
+/// A picture is a film of one frame, which layers in time do not change.
+#[test]
+fn an_autoencoder_of_pictures_makes_of_one_frame_what_one_of_films_does() {
+    let [film_kind, _] = kinds();
+    let film = film_kind.config;
+    let pictures = WanVaeConfig {
+        is_of_pictures: true,
+        ..film.clone()
+    };
+    let in_time = |config: &WanVaeConfig| {
+        let names = config.tensor_shapes().into_iter();
+        names.filter(|(name, _)| name.contains("time_conv")).count()
+    };
+    assert_eq!((in_time(&film), in_time(&pictures)), (8, 0));
+    let latents = latents("picture", film.z_dim, 1, SIDES);
+    let decoded = |config: &WanVaeConfig| {
+        let decoder = WanVaeDecoder::new(config, &ComponentTensors::new(weights(config))).unwrap();
+        let how = FrameDecoding {
+            chunking: Chunking::Whole,
+            cancelled: &|| false,
+        };
+        let mut frame = None;
+        let taken = decoder.decode_frames(&latents, &how, &mut |_, frames| {
+            frame = Some(frames);
+            Ok(())
+        });
+        taken.unwrap();
+        frame.expect("a frame")
+    };
+    let apart = distance(&decoded(&pictures), &decoded(&film));
+    println!("decoded: {apart:.2e}");
+    assert!(apart < 1e-6, "{apart:e}");
+    let (height, width) = (SIDES.0 * 8, SIDES.1 * 8);
+    let rgb: Vec<u8> = (0..3 * height * width).map(|i| (i % 251) as u8).collect();
+    let encoded = |config: &WanVaeConfig| {
+        let encoder = WanVaeEncoder::new(config, &ComponentTensors::new(weights(config))).unwrap();
+        let moments = encoder.encode_rgb8(&rgb, 1, (width, height), Chunking::Whole, &|| false);
+        moments.unwrap().mean
+    };
+    let apart = distance(&encoded(&pictures), &encoded(&film));
+    println!("encoded: {apart:.2e}");
+    assert!(apart < 1e-6, "{apart:e}");
 }

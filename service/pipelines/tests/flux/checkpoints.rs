@@ -301,7 +301,7 @@ fn unsupported_checkpoints_are_refused_with_the_reason() {
         (
             "scheduler/scheduler_config.json",
             "shift_terminal",
-            serde_json::json!(0.1),
+            serde_json::json!(1.5),
             "shift_terminal",
         ),
         (

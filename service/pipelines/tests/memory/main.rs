@@ -10,6 +10,8 @@ mod hunyuan;
 mod ovi;
 #[path = "../processor_time/mod.rs"]
 mod processor_time;
+mod qwen_image;
+mod qwen_vl;
 mod sdxl;
 mod wan;
 mod z_image;

@@ -133,6 +133,14 @@ fn encoders_of_text_are_streamed_too() {
         streamable_of("flux2", Preset::Full),
         ["transformer", "text_encoder"]
     );
+    assert_eq!(
+        streamable_of("qwen-image", Preset::Full),
+        ["transformer", "text_encoder"]
+    );
+    assert_eq!(
+        streamable_of("qwen-image-edit", Preset::Full),
+        ["transformer", "text_encoder", "vision"]
+    );
     assert_eq!(streamable_of("z-image", Preset::Full), ["transformer"]);
     assert_eq!(
         streamable_of("z-image", Preset::FourBit),

@@ -33,6 +33,7 @@ pub struct WanVaeConfig {
     /// Whether blocks of layers have a shortcut, as in Wan 2.2.
     pub is_residual: bool,
     /// Channels of a patch that the encoder reads.
+    #[serde(alias = "input_channels")]
     pub in_channels: usize,
     /// Channels of a patch that the decoder writes.
     pub out_channels: usize,
@@ -41,6 +42,10 @@ pub struct WanVaeConfig {
     pub scale_factor_temporal: Option<usize>,
     /// Pixels per latent cell along each axis.
     pub scale_factor_spatial: Option<usize>,
+    /// Whether it encodes and decodes single pictures alone, as in Qwen-Image. For one frame, each convolution of frames is that
+    /// of its last, and the convolutions in time are not run: neither they nor anything of frames before is there.
+    #[serde(skip)]
+    pub is_of_pictures: bool,
 }
 
 impl Default for WanVaeConfig {
@@ -61,6 +66,7 @@ impl Default for WanVaeConfig {
             patch_size: None,
             scale_factor_temporal: Some(FRAMES_PER_LATENT),
             scale_factor_spatial: Some(8),
+            is_of_pictures: false,
         }
     }
 }

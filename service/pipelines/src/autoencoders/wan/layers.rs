@@ -67,6 +67,15 @@ pub(super) struct Causal<L, N> {
     pub(super) norm: Option<N>,
     pub(super) layer: L,
     pub(super) outputs: usize,
+    /// Whether it sees frames before its own.
+    pub(super) in_time: bool,
+}
+
+impl<L, N> Causal<L, N> {
+    /// Frames of its input that it remembers.
+    pub(super) fn cached(&self) -> usize {
+        if self.in_time { CACHED } else { 0 }
+    }
 }
 
 impl<L, N> Causal<L, N> {
@@ -85,25 +94,33 @@ impl<L, N> Causal<L, N> {
             None => 0,
         };
         let (begin, all) = (first - kept, kept + count);
-        let buffer = a.blank([CACHED + frames, all, columns, channels])?;
+        let cached = self.cached();
+        let buffer = a.blank([cached + frames, all, columns, channels])?;
         if let Some(halo) = halo {
             a.copy(&halo, &a.part(&buffer, 1, 0, kept)?)?;
         }
         let entered = a.part(&buffer, 1, kept, count)?;
-        let cache = a.part(&state.caches[which], 1, first, count)?;
-        a.copy(&cache, &a.part(&entered, 0, 0, CACHED)?)?;
+        let cache = match self.in_time {
+            true => Some(a.part(&state.caches[which], 1, first, count)?),
+            false => None,
+        };
+        if let Some(cache) = &cache {
+            a.copy(cache, &a.part(&entered, 0, 0, cached)?)?;
+        }
         let reading = Reading {
             normed: self.norm.as_ref().map(|norm| (norm, true)),
             is_enlarged: false,
         };
-        a.read(&map, &reading, 0, &a.part(&entered, 0, CACHED, frames)?)?;
+        a.read(&map, &reading, 0, &a.part(&entered, 0, cached, frames)?)?;
         drop(map);
-        a.copy(&a.part(&entered, 0, frames, CACHED)?, &cache)?;
+        if let Some(cache) = &cache {
+            a.copy(&a.part(&entered, 0, frames, cached)?, cache)?;
+        }
         // With fewer rows before, the first row is among the results.
         let (above, below) = (usize::from(kept < 2), usize::from(is_last));
         if !is_last {
             let last = 2.min(all);
-            let halo = a.blank([CACHED + frames, last, columns, channels])?;
+            let halo = a.blank([cached + frames, last, columns, channels])?;
             a.copy(&a.part(&buffer, 1, all - last, last)?, &halo)?;
             state.halos[which] = Some(halo);
         }

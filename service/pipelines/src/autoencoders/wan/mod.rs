@@ -9,6 +9,8 @@
 //! computed. Maps of the finest levels are never whole in memory, and no row is computed twice. How large the pieces are
 //! changes the memory that is needed, and nothing else.
 //!
+//! A picture is a film of one frame. An autoencoder of pictures alone (`pictures.rs`: Qwen-Image) has no layers in time.
+//!
 //! The walk is written once, for tensors and for their sizes (`arithmetic.rs`): memory and shapes are predicted by the
 //! walk itself.
 
@@ -20,6 +22,7 @@ mod encoder;
 mod latent;
 mod layers;
 mod names;
+mod pictures;
 mod pieces;
 mod resample;
 mod scratch;
@@ -33,6 +36,7 @@ pub use config::WanVaeConfig;
 pub use decoder::{Decoding, FrameDecoding, WanVaeDecoder};
 pub use encoder::WanVaeEncoder;
 pub use names::diffusers_name_of_original;
+pub(crate) use pictures::{DECODE, ENCODE_IMAGE, LATENT, PictureAutoencoder, PicturePlace};
 pub use scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder, encode_scratch};
 
 pub use super::frames::frames_to_rgb8;

@@ -63,6 +63,11 @@ impl Source for &Sketch {
         Ok(Shape(shape.to_vec()))
     }
 
+    fn of_last_frame(&mut self, _name: &str, shape: &[usize; 5]) -> Outcome<Shape> {
+        let &[outputs, inputs, _, rows, columns] = shape;
+        Ok(Shape(vec![outputs, inputs, rows, columns]))
+    }
+
     fn norm(&mut self, _name: &str, _shape: &[usize]) -> Outcome<()> {
         Ok(())
     }

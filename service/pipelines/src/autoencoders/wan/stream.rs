@@ -34,13 +34,18 @@ impl<'a, L, N, M: Clone> Stream<'a, L, N, M> {
             let mut caches = Vec::new();
             match layer {
                 Layer::Causal(layer) => {
-                    caches.push(a.zeros(sides)?);
+                    if layer.in_time {
+                        caches.push(a.zeros(sides)?);
+                    }
                     sides[3] = layer.outputs;
                 }
                 Layer::Resnet(layer) => {
-                    caches.push(a.zeros(sides)?);
-                    sides[3] = layer.first.outputs;
-                    caches.push(a.zeros(sides)?);
+                    for layer in [&layer.first, &layer.second] {
+                        if layer.in_time {
+                            caches.push(a.zeros(sides)?);
+                        }
+                        sides[3] = layer.outputs;
+                    }
                 }
                 Layer::Enlarge(layer) => {
                     if layer.time.is_some() {

@@ -33,6 +33,8 @@ pub(super) trait Source {
     type Norm;
     /// A weight of this shape, and a bias with a number per output.
     fn layer(&mut self, name: &str, shape: &[usize]) -> Outcome<Self::Layer>;
+    /// A weight of this shape, `[outputs, inputs, frames, rows, columns]`, of which the last frame is used.
+    fn of_last_frame(&mut self, name: &str, shape: &[usize; 5]) -> Outcome<Self::Layer>;
     /// The weight of a norm, a `gamma` of this shape.
     fn norm(&mut self, name: &str, shape: &[usize]) -> Outcome<Self::Norm>;
 }
@@ -42,6 +44,8 @@ pub(super) type Layers<S> = Vec<Layer<<S as Source>::Layer, <S as Source>::Norm>
 
 struct Building<'a, S: Source> {
     source: &'a mut S,
+    /// Whether layers see one frame.
+    of_pictures: bool,
     list: Layers<S>,
 }
 
@@ -49,6 +53,7 @@ struct Building<'a, S: Source> {
 pub(super) fn encoder<S: Source>(config: &WanVaeConfig, source: &mut S) -> Outcome<Layers<S>> {
     let mut half = Building {
         source,
+        of_pictures: config.is_of_pictures,
         list: Vec::new(),
     };
     let moments = 2 * config.z_dim;
@@ -99,6 +104,7 @@ pub(super) fn encoder<S: Source>(config: &WanVaeConfig, source: &mut S) -> Outco
 pub(super) fn decoder<S: Source>(config: &WanVaeConfig, source: &mut S) -> Outcome<Layers<S>> {
     let mut half = Building {
         source,
+        of_pictures: config.is_of_pictures,
         list: Vec::new(),
     };
     half.of_positions("post_quant_conv", config.z_dim)?;
@@ -152,8 +158,16 @@ impl<S: Source> Building<'_, S> {
         norm: Option<S::Norm>,
         (inputs, outputs): (usize, usize),
     ) -> Outcome<Causal<S::Layer, S::Norm>> {
-        let layer = self.source.layer(name, &[outputs, inputs, 3, 3, 3])?;
-        Ok(Causal { norm, layer, outputs })
+        let shape = [outputs, inputs, 3, 3, 3];
+        Ok(Causal {
+            norm,
+            layer: match self.of_pictures {
+                true => self.source.of_last_frame(name, &shape)?,
+                false => self.source.layer(name, &shape)?,
+            },
+            outputs,
+            in_time: !self.of_pictures,
+        })
     }
 
     fn norm(&mut self, name: &str, channels: usize) -> Outcome<S::Norm> {
@@ -228,7 +242,7 @@ impl<S: Source> Building<'_, S> {
 
     fn in_time(&mut self, name: &str, channels: (usize, usize), is_there: bool) -> Outcome<Option<S::Layer>> {
         let (inputs, outputs) = channels;
-        match is_there {
+        match is_there && !self.of_pictures {
             true => {
                 let name = format!("{name}.time_conv");
                 self.source.layer(&name, &[outputs, inputs, 3, 1, 1]).map(Some)
@@ -271,6 +285,10 @@ impl Source for List {
         self.0.push((format!("{name}.weight"), shape.to_vec()));
         self.0.push((format!("{name}.bias"), shape[..1].to_vec()));
         Ok(())
+    }
+
+    fn of_last_frame(&mut self, name: &str, shape: &[usize; 5]) -> Outcome<()> {
+        self.layer(name, shape)
     }
 
     fn norm(&mut self, name: &str, shape: &[usize]) -> Outcome<()> {

@@ -29,6 +29,10 @@ impl Source for TensorSource<'_> {
         TensorSource::layer(self, name, shape)
     }
 
+    fn of_last_frame(&mut self, name: &str, shape: &[usize; 5]) -> Outcome<Convolution> {
+        Ok(TensorSource::layer(self, name, shape)?.of_last_frame())
+    }
+
     fn norm(&mut self, name: &str, shape: &[usize]) -> Outcome<Tensor> {
         let gamma = self.tensor(&format!("{name}.gamma"), shape)?;
         Ok(gamma.flatten_all()?.contiguous()?)

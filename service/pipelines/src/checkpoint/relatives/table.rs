@@ -28,7 +28,7 @@ pub(super) const LORA: Relative = marked(
 );
 
 /// Whole models, and files that are no models; the first that fits counts.
-pub(super) const RELATIVES: [Relative; 40] = [
+pub(super) const RELATIVES: [Relative; 42] = [
     LORA,
     Relative {
         name: "a ControlNet, which is used with a model: of FLUX.1 its folder in diffusers' layout is read",
@@ -106,10 +106,22 @@ pub(super) const RELATIVES: [Relative; 40] = [
         marks: &[&["noise_refiner.0.adaLN_modulation.1."], &["time_caption_embed."]],
     },
     Relative {
-        name: "Qwen-Image",
-        classes: &["QwenImage"],
-        architectures: &["qwen_image"],
-        marks: &[&["txt_norm.", "transformer_blocks.0.img_mod.1."]],
+        name: "Qwen-Image-Layered, of which Qwen-Image and Qwen-Image-Edit run here",
+        classes: &["QwenImageLayered"],
+        architectures: &[],
+        marks: &[&["time_text_embed.addition_t_embedding.", "img_mod.1."]],
+    },
+    Relative {
+        name: "Qwen-Image 2.1, of which versions 1 run here",
+        classes: &["QwenImage21"],
+        architectures: &[],
+        marks: &[&["transformer_blocks.0.img_mlp.gate_layer.", "txt_in.in_layer."]],
+    },
+    Relative {
+        name: "a ControlNet of Qwen-Image",
+        classes: &["QwenImageControlNet"],
+        architectures: &[],
+        marks: &[],
     },
     Relative {
         name: "Stable Diffusion 3",

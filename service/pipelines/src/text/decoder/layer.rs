@@ -8,11 +8,12 @@ use ops::{
 };
 
 use super::Decoder;
+use super::positions::Positions;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
-use crate::rotary::{Rotations, Rounded, rotations};
+use crate::rotary::Rotations;
 
-/// `LlamaDecoderLayer`, `Qwen3DecoderLayer`.
+/// `LlamaDecoderLayer`, `Qwen3DecoderLayer`, `Qwen2_5_VLDecoderLayer`.
 #[derive(Clone, Debug)]
 pub(super) struct Layer {
     pub(super) norm1: Tensor,
@@ -39,12 +40,16 @@ impl Layer {
         let linear = |part: &str, from: usize, to: usize| {
             Linear::without_bias(tensors, &format!("{name}.{part}_proj"), from, to)
         };
+        let projection = |part: &str, to: usize| match decoder.has_biases {
+            true => Linear::new(tensors, &format!("{name}.self_attn.{part}_proj"), width, to),
+            false => linear(&format!("self_attn.{part}"), width, to),
+        };
         let norm = |part: &str, width: usize| tensors.shaped(&format!("{name}.{part}.weight"), &[width]);
         Ok(Layer {
             norm1: norm("input_layernorm", width)?,
-            query: linear("self_attn.q", width, queries)?,
-            key: linear("self_attn.k", width, keys)?,
-            value: linear("self_attn.v", width, keys)?,
+            query: projection("q", queries)?,
+            key: projection("k", keys)?,
+            value: projection("v", keys)?,
             out: linear("self_attn.o", queries, width)?,
             head_norms: match decoder.has_head_norms {
                 true => Some((norm("self_attn.q_norm", head)?, norm("self_attn.k_norm", head)?)),
@@ -148,12 +153,13 @@ pub(super) struct Buffers {
 impl Buffers {
     pub(super) fn new(
         decoder: &Decoder,
-        (tokens, attended_tokens): (usize, usize),
+        (positions, attended_tokens): (&Positions<'_>, usize),
         dtype: DType,
         scratch: Scratch,
         device: &Device,
     ) -> candle_core::Result<Buffers> {
         let (heads, keys, head) = (decoder.heads, decoder.heads_kv, decoder.head_dim);
+        let tokens = positions.count();
         let (first, second) = (decoder.first_width(), decoder.second_width());
         let buffer = |width: usize| Tensor::zeros(tokens * width, dtype, device);
         let (first, second_rows) = (buffer(first)?, buffer(second)?);
@@ -161,7 +167,6 @@ impl Buffers {
         let joint = joint.reshape((1, tokens, heads + 2 * keys, head))?;
         let attended = second_rows.reshape((1, tokens, second / head, head))?;
         let inner = decoder.intermediate_size;
-        let places: Vec<[u32; 1]> = (0..tokens as u32).map(|at| [at]).collect();
         Ok(Buffers {
             sum: Tensor::zeros((1, tokens, decoder.hidden_size), DType::F32, device)?,
             normed: buffer(decoder.hidden_size)?.reshape((1, tokens, decoder.hidden_size))?,
@@ -173,7 +178,7 @@ impl Buffers {
             raised: second_rows
                 .narrow(0, 0, tokens * inner)?
                 .reshape((1, tokens, inner))?,
-            rotations: rotations(&places, [head], decoder.theta, Rounded::Frequencies, device)?,
+            rotations: positions.rotations(decoder, device)?,
             attended_tokens,
             eps: decoder.rms_norm_eps,
             scratch,
