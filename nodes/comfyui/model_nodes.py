@@ -113,8 +113,8 @@ class LoadModel(io.ComfyNode):
                     default="",
                     placeholder="text_encoder_2=int8, transformer=nf4",
                     tooltip="Formats of single components, as component=format, separated by commas: "
-                    "text_encoder_2=int8, transformer=nf4. Formats: full, int8-convrot, int8, fp8, nf4, nf4-double. "
-                    "Not with quantization auto.",
+                    "text_encoder_2=int8, transformer=nf4. "
+                    "Formats: full, int8-convrot, int8, fp8, nf4, nf4-double. Not with quantization auto.",
                     advanced=True,
                 ),
                 io.String.Input(

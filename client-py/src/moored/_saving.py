@@ -162,7 +162,7 @@ def parameters_of(recipe: Mapping[str, Any]) -> str:
     width, height, version = (recipe.get(name) for name in ("width", "height", "version"))
     settings = {
         "Steps": recipe.get("steps"),
-        "Sampler": _SAMPLERS.get(recipe.get("sampler"), "Euler"),
+        "Sampler": _SAMPLERS.get(str(recipe.get("sampler")), "Euler"),
         "CFG scale": recipe.get("true_guidance", recipe.get("guidance")),
         "Seed": recipe.get("seed"),
         "Size": f"{width}x{height}" if width else None,
