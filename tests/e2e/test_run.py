@@ -225,7 +225,8 @@ def test_the_list_has_one_line_a_model_in_80_columns(
         assert process.wait(WAIT_S) == 0
     os.close(mine)
     table = [line.rstrip() for line in shown.decode().splitlines() if " GB " in line]
-    assert len(table) == 16, shown.decode()
+    assert len(table) == 17, shown.decode()
+    assert "licences: Apache-2.0 or MIT, but for flux2-klein-9b (FLUX Non-" in shown.decode()
     for line in table:
         assert len(line) <= 80 and re.search("steps|from|with", line), shown.decode()
 
@@ -234,6 +235,7 @@ def test_info_prints_the_facts_of_a_model(hub: Hub, alone: Run, tmp_path: Path) 
     told = json.loads(good(alone("info", SHORT, "--json")))
     assert told["licence"] == "Apache-2.0"
     assert "downloaded" not in told
+    assert "licence: Apache-2.0" in good(alone("pull", SHORT, "--dry-run"))
     good(alone("pull", SHORT))
     assert json.loads(good(alone("info", SHORT, "--json")))["downloaded"].startswith("15.8 MB")
     assert alone("info", "nobody/knows").returncode == 5

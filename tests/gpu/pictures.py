@@ -460,6 +460,10 @@ def peers(names: Sequence[str]) -> None:
 
 def step_peer(model: Pictures) -> None:
     module = module_of(model, model.denoiser)
+    if model is QWEN_IMAGE:
+        # Rotations are no parameters.
+        known = type(module.pos_embed)
+        module.pos_embed = known(10_000, list(module.config.axes_dims_rope), scale_rope=True)
     given = model.inputs(module.config, 64 if ASKED.is_tiny else SIDE)
     if model.denoiser == "unet":
         module = module.to(memory_format=torch.channels_last)

@@ -1,5 +1,7 @@
 //! `moored models --available`: the models that have a short name, and which of them fit this card.
 
+use std::collections::BTreeSet;
+
 use api::v1;
 use config::Config;
 use gpu::CardKind;
@@ -200,6 +202,21 @@ fn explained(said: &[String]) -> Vec<&'static str> {
     explained.map(|(_, meaning)| meaning).collect()
 }
 
+/// The licences of the catalogue's models: the open ones, and who has terms of its own.
+fn licences() -> String {
+    // Those have names of SPDX, which are one word.
+    let (open, own): (Vec<&Model>, Vec<&Model>) = catalogue::all()
+        .iter()
+        .partition(|model| !model.licence.contains(' '));
+    let open: BTreeSet<&str> = open.iter().map(|model| model.licence.as_str()).collect();
+    let open: Vec<&str> = open.into_iter().collect();
+    let own: Vec<String> = own
+        .iter()
+        .map(|model| format!("{} ({})", model.name, model.licence))
+        .collect();
+    format!("licences: {}, but for {}", open.join(" or "), own.join(", "))
+}
+
 /// Lists the models of the catalogue, and which fit the card.
 pub(super) async fn list(
     program: &'static dyn Program,
@@ -235,6 +252,7 @@ pub(super) async fn list(
     for meaning in explained(&said) {
         screen::note(meaning);
     }
+    screen::note(&licences());
     screen::note("`moored info NAME` shows licence, memory, and whether a login is needed");
     if let Some(card) = &place.card {
         screen::note(&format!("this card: {}, {}", card.id, card.total));

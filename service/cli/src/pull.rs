@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use api::v1;
 use api::v1::pull_event::Event;
 use futures::StreamExt as _;
-use hub::{Base, Hub, Progress, PullPlan, Reference};
+use hub::{Base, Hub, Progress, PullPlan, Reference, catalogue};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
 use tokio::sync::watch;
@@ -102,8 +102,12 @@ fn print_plan(
             decimal(plan.bytes_total)
         ),
     };
+    let known = catalogue::all()
+        .iter()
+        .find(|known| known.id == model.listed_id());
+    let licence = known.map_or(String::new(), |known| format!("; licence: {}", known.licence));
     let line = format!(
-        "{model}: {} files, {size}, into {}",
+        "{model}: {} files, {size}, into {}{licence}",
         plan.files_total,
         cache.display()
     );

@@ -254,7 +254,7 @@ mod tests {
     fn factors_and_summands_equal_group_norm() -> Result<()> {
         // Odd sizes, groups of few and of many channels, a mean far from zero, more positions than a thread block
         // covers.
-        let shapes: [(&[usize], usize); 7] = [
+        let shapes: [(&[usize], usize); 8] = [
             (&[7, 5, 12], 4),
             (&[1, 1, 32], 8),
             (&[3, 70, 96], 8),
@@ -262,6 +262,7 @@ mod tests {
             (&[2, 3, 9, 6], 2),
             (&[300, 3], 1),
             (&[40, 41, 512], 32),
+            (&[9, 10, 2560], 32),
         ];
         for (seed, (shape, groups)) in shapes.into_iter().enumerate() {
             let channels = shape[shape.len() - 1];

@@ -8,7 +8,7 @@ use super::{ALIGNMENT, Card, UNIT, address_of, kernel_dtype};
 use crate::group_moments::{Affine, GroupNorm, Residual};
 use crate::place::Rows;
 
-/// Maximum of channels that a block can process.
+/// Maximum of channels that a block can process: of more, some groups at a time.
 const MAX_CHANNELS: usize = 2048;
 
 /// Maximum of blocks that gather, and positions per block.
@@ -54,9 +54,14 @@ pub(super) fn is_wide(address: u64, strides: &[usize], channels: usize, dtype: D
 /// Shapes and dtypes are validated by the caller.
 pub(crate) fn group_moments(x: &Tensor, add: Option<Residual<'_>>, norm: &GroupNorm<'_>) -> Result<Affine> {
     let channels = x.dim(candle_core::D::Minus1)?;
-    if channels > MAX_CHANNELS {
-        candle_core::bail!("moments of {channels} channels; {MAX_CHANNELS} are the most");
-    }
+    let pieces = (1..=norm.groups)
+        .find(|pieces| norm.groups.is_multiple_of(*pieces) && channels / pieces <= MAX_CHANNELS);
+    let Some(pieces) = pieces else {
+        candle_core::bail!(
+            "moments of {channels} channels in {} groups; a group has {MAX_CHANNELS} at the most",
+            norm.groups
+        );
+    };
     let dtype = kernel_dtype(x.dtype())?;
     let device = x.device().as_cuda_device()?;
     let (card, stream) = (Card::of(device)?, device.cuda_stream());
@@ -81,8 +86,8 @@ pub(crate) fn group_moments(x: &Tensor, add: Option<Residual<'_>>, norm: &GroupN
         x_stride: rows.row_stride as u64,
         positions: positions as u64,
         positions_per_block: of_block as u64,
-        channels: channels as u32,
-        groups: norm.groups as u32,
+        channels: (channels / pieces) as u32,
+        groups: (norm.groups / pieces) as u32,
         blocks: blocks as u32,
         eps: norm.eps as f32,
         ..MomentsArguments::default()
@@ -105,14 +110,34 @@ pub(crate) fn group_moments(x: &Tensor, add: Option<Residual<'_>>, norm: &GroupN
             wide &= is_wide(arguments.y_bias, &[bias_rows.row_stride], channels, x.dtype());
         }
     }
+    let size = x.dtype().size_in_bytes();
+    let of_piece = channels / pieces;
+    wide &= pieces == 1 || is_wide(0, &[of_piece], of_piece, x.dtype());
     let wide = if wide { "wide_" } else { "" };
-    // SAFETY: the arguments have the kernels' layout, and point to tensors of validated shapes that live until both
-    // are enqueued, with positions at their strides, and partial results for every block and group.
-    unsafe {
-        let name = format!("gather_moments_{wide}{dtype}");
-        card.launch(&stream, name, (blocks, 1, 1), 256, &arguments)?;
-        let name = format!("merge_groups_{dtype}");
-        card.launch(&stream, name, (norm.groups, 1, 1), 256, &arguments)?;
+    for piece in 0..pieces {
+        let first = |at: u64, size: usize| match at {
+            0 => 0,
+            at => at + (piece * of_piece * size) as u64,
+        };
+        let arguments = MomentsArguments {
+            x: first(arguments.x, size),
+            y: first(arguments.y, size),
+            y_bias: first(arguments.y_bias, size),
+            weight: first(arguments.weight, size),
+            bias: first(arguments.bias, size),
+            factors: first(arguments.factors, size_of::<f32>()),
+            summands: first(arguments.summands, size_of::<f32>()),
+            ..arguments
+        };
+        // SAFETY: the arguments have the kernels' layout, and point to tensors of validated shapes that live until both are
+        // enqueued, with positions at their strides, and partial results for every block and group; a piece is whole groups
+        // of them.
+        unsafe {
+            let name = format!("gather_moments_{wide}{dtype}");
+            card.launch(&stream, name, (blocks, 1, 1), 256, &arguments)?;
+            let name = format!("merge_groups_{dtype}");
+            card.launch(&stream, name, (norm.groups / pieces, 1, 1), 256, &arguments)?;
+        }
     }
     Ok(affine)
 }
