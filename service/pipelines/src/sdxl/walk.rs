@@ -256,9 +256,9 @@ impl Account {
                     true => ops::attention_workspace(heads, tokens, tokens.max(text)),
                     false => 0,
                 };
-                // On a CPU both halves of GEGLU are copied, which share a buffer with the result.
-                let copied = if self.number < 4 { 0 } else { WIDEST * rows };
-                self.note((2 + WIDEST) * rows + (of_text + scores).max(copied));
+                // On a CPU, GEGLU copies the buffer that its halves share with its result, for each of them.
+                let copied = if self.number < 4 { 0 } else { 2 * WIDEST * rows };
+                self.note((2 + WIDEST) * rows + of_text + scores.max(copied));
             }
         }
     }
