@@ -123,8 +123,8 @@ pub(crate) fn base_beside(
         _ => Err(unsupported(
             transformer,
             format!(
-                "it holds a transformer only, and {} folders beside it hold the VAE, text encoders and \
-                 tokenizers of a {family} pipeline: write {} with {{\"base\": \"path of a {family} folder in \
+                "it is a part of a pipeline, and {} folders beside it hold the rest of a {family} pipeline, such as \
+                 its tokenizers: write {} with {{\"base\": \"path of a {family} folder in \
                  diffusers' layout\"}}",
                 bases.len(),
                 sidecar.display()

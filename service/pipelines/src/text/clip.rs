@@ -188,7 +188,8 @@ impl ClipConfig {
         let size = dtype.size_in_bytes();
         let buffers: u64 = widths.iter().map(|width| allocated(tokens * width * size)).sum();
         let attention = ops::attention_workspace(self.num_attention_heads, tokens, tokens);
-        Bytes(buffers + allocated(tokens * size_of::<u32>()) + allocated(attention))
+        let packing = crate::resident::packing_bytes(dtype);
+        Bytes(buffers + allocated(tokens * size_of::<u32>()) + allocated(attention) + packing)
     }
 
     /// Shape of each layer's attention: queries, keys and values are concatenated in rows of one buffer.
