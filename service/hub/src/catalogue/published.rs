@@ -175,7 +175,10 @@ fn write_qwen_image(folder: &Path, class: &str) {
             if is_part("q") {
                 shape[0] *= 3;
             }
-            Some((format!("visual.{}", name.replace(".attn.q.", ".attn.qkv.")), shape))
+            Some((
+                format!("visual.{}", name.replace(".attn.q.", ".attn.qkv.")),
+                shape,
+            ))
         };
         let tower = config.vision.tensor_shapes().into_iter().filter_map(fused);
         config
