@@ -15,9 +15,11 @@ use pipelines::flux::TransformerConfig as FluxTransformer;
 use pipelines::flux2::TransformerConfig as Flux2Transformer;
 use pipelines::hunyuan::TransformerConfig as HunyuanTransformer;
 use pipelines::ovi::FusionConfig;
+use pipelines::qwen_image::TransformerConfig as QwenImageTransformer;
 use pipelines::sdxl::UnetConfig;
 use pipelines::text::clip::ClipConfig;
 use pipelines::text::llama::LlamaConfig;
+use pipelines::text::qwen2_vl::Qwen2VlConfig;
 use pipelines::text::qwen3::Qwen3Config;
 use pipelines::text::t5::T5Config;
 use pipelines::vision::siglip::SiglipConfig;
@@ -167,6 +169,49 @@ fn write_flux2(folder: &Path, is_distilled: bool, blocks: [usize; 3], [width, in
     write(&folder.join("text_encoder"), config, TRANSFORMERS, shapes);
 }
 
+/// Qwen-Image, or Qwen-Image-Edit-2511, with the text encoder and its vision tower in one file.
+fn write_qwen_image(folder: &Path, class: &str) {
+    for name in ["qwen-vl-tiny", "qwen-image-tiny"] {
+        copy_rest(&fixture(name), folder);
+    }
+    let index = folder.join("model_index.json");
+    let mut written: Value = serde_json::from_slice(&fs::read(&index).unwrap()).unwrap();
+    written["_class_name"] = class.into();
+    fs::write(&index, written.to_string()).unwrap();
+    let config = json!({"zero_cond_t": class != "QwenImagePipeline"});
+    let shapes = |config: QwenImageTransformer| config.tensor_shapes().collect();
+    write(&folder.join("transformer"), config, DIFFUSERS, shapes);
+    write(
+        &folder.join("vae"),
+        json!({}),
+        DIFFUSERS,
+        |config: WanVaeConfig| config.tensor_shapes(),
+    );
+    let shapes = |config: Qwen2VlConfig| {
+        // The file has queries, keys and values of the tower in one.
+        let fused = |(name, mut shape): (String, Vec<usize>)| {
+            let is_part = |part: &str| name.contains(&format!(".attn.{part}."));
+            if is_part("k") || is_part("v") {
+                return None;
+            }
+            if is_part("q") {
+                shape[0] *= 3;
+            }
+            Some((
+                format!("visual.{}", name.replace(".attn.q.", ".attn.qkv.")),
+                shape,
+            ))
+        };
+        let tower = config.vision.tensor_shapes().into_iter().filter_map(fused);
+        config
+            .tensor_shapes(&|_| false)
+            .into_iter()
+            .chain(tower)
+            .collect()
+    };
+    write(&folder.join("text_encoder"), json!({}), TRANSFORMERS, shapes);
+}
+
 fn write_hunyuan(folder: &Path) {
     copy_rest(&fixture("hunyuan-tiny"), folder);
     fs::create_dir_all(folder.join("tokenizer_2")).unwrap();
@@ -311,6 +356,8 @@ pub(super) fn write_model(name: &str, folder: &Path) -> PathBuf {
         "flux2-klein-4b" => write_flux2(folder, true, [5, 20, 24], [2560, 9728]),
         "flux2-base-4b" => write_flux2(folder, false, [5, 20, 24], [2560, 9728]),
         "flux2-klein-9b" => write_flux2(folder, true, [8, 24, 32], [4096, 12_288]),
+        "qwen-image" => write_qwen_image(folder, "QwenImagePipeline"),
+        "qwen-image-edit" => write_qwen_image(folder, "QwenImageEditPlusPipeline"),
         "hunyuan-video" => write_hunyuan(folder),
         "framepack" => write_framepack(folder),
         "wan2.1-t2v-1.3b" => {

@@ -91,6 +91,7 @@ fn cards() -> String {
         ("z-image-turbo", "pictures: Z-Image"),
         ("flux2-klein-4b", "pictures, edits: FLUX.2 klein 4B"),
         ("flux-dev", "pictures: FLUX.1"),
+        ("qwen-image-edit", "edits: Qwen-Image"),
         ("framepack", "film from a picture: FramePack"),
         ("hunyuan-video", "film from text: HunyuanVideo"),
         ("ace-step", "music: ACE-Step"),
