@@ -482,6 +482,8 @@ def test_server_info_lists_version_cards_and_capabilities(simulate: Simulate) ->
         "hunyuan-video",
         "instant",
         "ovi",
+        "qwen-image",
+        "sdxl",
         "wan",
         "z-image",
     }

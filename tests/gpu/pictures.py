@@ -127,7 +127,8 @@ def qwen3(config: Mapping[str, Any]) -> Any:
 
 
 def qwen_image_inputs(config: Any, side: int) -> dict[str, Any]:
-    cells, tokens = side // 16, 512
+    # As many tokens as PROMPT has: it is not padded.
+    cells, tokens = side // 16, 48
     return {
         "hidden_states": draw(1, cells * cells, config.in_channels),
         "encoder_hidden_states": draw(1, tokens, config.joint_attention_dim),

@@ -608,12 +608,12 @@ RELATIVES = [
         "encoder.block.0.layer.0.SelfAttention.q.weight",
     ),
     Situation(
-        "qwen-image-in-gguf-is-named",
+        "a-model-that-does-not-run-is-named-in-gguf",
         "AHEKOT/ComfyUI_VNCCS#86",
         "loaders tell the architecture and not the model",
-        Refused(("it is Qwen-Image",)),
+        Refused(("it is LTX-Video",)),
         generate=("-m", "q-image"),
-        make=gguf_of("qwen_image", "transformer_blocks.0.attn.to_q.weight", "q-image"),
+        make=gguf_of("ltxv", "transformer_blocks.0.attn1.to_q.weight", "q-image"),
     ),
     Situation(
         "a-language-model-in-gguf-is-named",

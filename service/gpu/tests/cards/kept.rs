@@ -64,7 +64,8 @@ impl Checkpoint {
         ];
         for format in WeightFormat::MADE_AT_LOAD {
             let name = format!("{format}.weight");
-            sources.push(self.source(&name, &[37, 3, 331], Target::Quantized(format)));
+            let target = Target::Quantized(format.for_columns(3 * 331));
+            sources.push(self.source(&name, &[37, 3, 331], target));
         }
         let mut stored = self.source("stored", &[10, 8], Target::Quantized(WeightFormat::Int8));
         stored.stored = Stored::U8;
@@ -182,17 +183,17 @@ fn a_copy_of_another_plan_is_refused() {
         change(&mut sources);
         refused(&checkpoint, &LoadPlan::Files(sources))
     };
-    // The sources are: scale, bias, none, none.nf4, int8.weight, fp8.weight, nf4.weight, nf4-double.weight, stored.
+    // The sources are: scale, bias, none, none.nf4, int8-convrot.weight, int8.weight, fp8.weight, nf4.weight, nf4-double.weight, stored.
     assert!(changed(&|s| s[1].name = "other".to_owned()).contains("tensor other is missing"));
-    assert!(changed(&|s| s[6].name = "other".to_owned()).contains("other tensors are quantized"));
+    assert!(changed(&|s| s[7].name = "other".to_owned()).contains("other tensors are quantized"));
     assert!(changed(&|s| s[1].shape = vec![1, 17]).contains("tensor bias is Bf16 [17]"));
     assert!(changed(&|s| s[1].target = Target::Full(DType::F16)).contains("F16 [17] is needed"));
     // Neither the number of bytes nor the number of rows distinguishes these.
-    assert!(changed(&|s| s[4].target = Target::Quantized("fp8".parse().unwrap())).contains("format"));
-    assert!(changed(&|s| s[6].shape = vec![37, 331, 3]).contains("other tensors"));
+    assert!(changed(&|s| s[5].target = Target::Quantized("fp8".parse().unwrap())).contains("format"));
+    assert!(changed(&|s| s[7].shape = vec![37, 331, 3]).contains("other tensors"));
     assert!(changed(&|s| drop(s.pop())).contains("other tensors"));
-    assert!(changed(&|s| drop(s.remove(1))).contains("9 tensors, and 8 are needed"));
-    assert!(changed(&|s| s[6].target = Target::Full(DType::BF16)).contains("other tensors"));
+    assert!(changed(&|s| drop(s.remove(1))).contains("10 tensors, and 9 are needed"));
+    assert!(changed(&|s| s[7].target = Target::Full(DType::BF16)).contains("other tensors"));
 }
 
 #[test]

@@ -4,8 +4,8 @@ use std::ops::ControlFlow;
 
 use gpu::{
     ByteRange, CpuCard, CpuSettings, Fp8Scales, Gpu, INT8_STEP, LoadError, LoadPlan, LoadProgress, NF4_BLOCK,
-    NF4_NESTED_BLOCK, QuantizeError, SourcePiece, Stored, Target, TensorSource, Weight, WeightFormat,
-    WeightPart, e4m3_to_f32, nested_table, nf4_table, quantize, rows_and_columns,
+    NF4_NESTED_BLOCK, QuantizeError, Rotation, SourcePiece, Stored, Target, TensorSource, Weight,
+    WeightFormat, WeightPart, e4m3_to_f32, nested_table, nf4_table, quantize, rows_and_columns,
 };
 use half::bf16;
 use proptest::prelude::*;
@@ -58,6 +58,13 @@ fn dequantize(bytes: &[u8], format: WeightFormat, (rows, columns): (usize, usize
             let scales = f32s(part(bytes, format, shape, WeightPart::Scales));
             let value = |(i, code): (usize, &u8)| f32::from(*code as i8) * scales[row(i)] * INT8_STEP;
             codes.iter().enumerate().map(value).collect()
+        }
+        WeightFormat::Int8Scaled(_, rotation) => {
+            let scales = f32s(part(bytes, format, shape, WeightPart::Scales));
+            let value = |(i, code): (usize, &u8)| f32::from(*code as i8) * scales[row(i)];
+            let mut numbers: Vec<f32> = codes.iter().enumerate().map(value).collect();
+            rotation.turn(&mut numbers);
+            numbers
         }
         FP8 => {
             let scales = f32s(part(bytes, format, shape, WeightPart::Scales));
@@ -221,6 +228,16 @@ fn numbers(count: usize) -> impl Strategy<Value = Vec<f32>> {
     ]
 }
 
+/// The formats that weights of so many columns are made in, of numbers of these sizes: a rotation adds up to 256 of them.
+fn formats(columns: usize, numbers: &[f32]) -> Vec<WeightFormat> {
+    let is_huge = numbers.iter().any(|x| x.abs() > f32::MAX / 1024.0);
+    WeightFormat::MADE_AT_LOAD
+        .into_iter()
+        .map(|format| format.for_columns(columns))
+        .filter(|format| !is_huge || format.rotation() == Rotation::None)
+        .collect()
+}
+
 fn weights() -> impl Strategy<Value = ((usize, usize), Vec<f32>)> {
     let shape = prop_oneof![
         Just((1, 1)),
@@ -229,6 +246,10 @@ fn weights() -> impl Strategy<Value = ((usize, usize), Vec<f32>)> {
         (1usize..6, 1usize..200),
         (1usize..3, 63usize..66),
         (60usize..70, 250usize..300),
+        (
+            1usize..4,
+            prop_oneof![Just(16usize), Just(64), Just(192), Just(256), Just(768)]
+        ),
     ];
     shape.prop_flat_map(|(rows, columns)| (Just((rows, columns)), numbers(rows * columns)))
 }
@@ -245,6 +266,11 @@ fn bound(format: WeightFormat, shape: (usize, usize), bytes: &[u8], numbers: &[f
         WeightFormat::Int8 => {
             let absmax = most(row(i));
             absmax / 254.0 + rounding(absmax)
+        }
+        // Half a step of a rotated row, whose numbers are at most the root of a group as large; turned back they add up.
+        WeightFormat::Int8Scaled(_, rotation) => {
+            let (absmax, group) = (most(row(i)), rotation.group() as f64);
+            group * (absmax / 254.0 + 64.0 * rounding(absmax))
         }
         // Half of the last place: 2^-4 of the number, and 2^-10 scales below the smallest normal one. A scale that is
         // denormal is rounded by up to half a step, which each of 448 may be off by.
@@ -275,7 +301,7 @@ proptest! {
 
     #[test]
     fn dequantized_values_are_within_the_error_bound((shape, numbers) in weights()) {
-        for format in WeightFormat::MADE_AT_LOAD {
+        for format in formats(shape.1, &numbers) {
             let bytes = quantize(format, &numbers, shape.0, shape.1).unwrap();
             prop_assert_eq!(bytes.len() as u64, format.bytes(shape.0, shape.1).0);
             if numbers.is_empty() {
@@ -284,7 +310,8 @@ proptest! {
             let found = dequantize(&bytes, format, shape);
             // `code * absmax` of int8 is beyond the largest float from 2.7e36 on, sums and products of the others only
             // where they are as good as there.
-            let limit = if format == WeightFormat::Int8 { f32::MAX / 127.0 } else { f32::MAX / 2.0 };
+            let is_int8 = matches!(format, WeightFormat::Int8 | WeightFormat::Int8Scaled(..));
+            let limit = if is_int8 { f32::MAX / 127.0 } else { f32::MAX / 2.0 };
             let huge = numbers.iter().any(|x| x.abs() > limit);
             // A smaller set of places in large weights: the bound looks at whole rows.
             let step = numbers.len().div_ceil(300);
@@ -324,10 +351,13 @@ proptest! {
 
     #[test]
     fn codes_equal_those_of_the_specified_arithmetic((shape, numbers) in weights()) {
-        for format in WeightFormat::MADE_AT_LOAD {
+        for format in formats(shape.1, &numbers) {
             let bytes = quantize(format, &numbers, shape.0, shape.1).unwrap();
             let codes = part(&bytes, format, shape, WeightPart::Codes);
-            let unit = if matches!(format, WeightFormat::Int8 | FP8) { shape.1.max(1) } else { NF4_BLOCK };
+            let by_rows = matches!(format, WeightFormat::Int8 | WeightFormat::Int8Scaled(..) | FP8);
+            let unit = if by_rows { shape.1.max(1) } else { NF4_BLOCK };
+            let mut numbers = numbers.clone();
+            format.rotation().turn(&mut numbers);
             for (u, run) in numbers.chunks(unit).enumerate() {
                 let absmax = run.iter().fold(0.0f32, |most, x| most.max(x.abs()));
                 for (k, x) in run.iter().enumerate() {
@@ -335,6 +365,11 @@ proptest! {
                     let (found, expected) = match format {
                         WeightFormat::Int8 => {
                             let y = if absmax == 0.0 { 0.0 } else { x / absmax * 127.0 };
+                            (i32::from(codes[i] as i8), y.round_ties_even() as i32)
+                        }
+                        WeightFormat::Int8Scaled(..) => {
+                            let scale = absmax / 127.0;
+                            let y = if scale == 0.0 { 0.0 } else { x / scale };
                             (i32::from(codes[i] as i8), y.round_ties_even() as i32)
                         }
                         FP8 => {
@@ -367,7 +402,7 @@ proptest! {
     ) {
         let place = place.index(numbers.len());
         numbers[place] = what;
-        for format in WeightFormat::MADE_AT_LOAD {
+        for format in WeightFormat::MADE_AT_LOAD.map(|format| format.for_columns(columns)) {
             prop_assert_eq!(quantize(format, &numbers, rows, columns), Err(QuantizeError::NotFinite));
         }
     }
@@ -516,7 +551,7 @@ fn a_load_quantizes_and_reports_its_progress() {
     ] {
         let (rows, columns) = rows_and_columns(shape);
         let numbers = weight_of(rows * columns);
-        for format in WeightFormat::MADE_AT_LOAD {
+        for format in formats(columns, &numbers) {
             let (_file, plan) = at_load(&numbers, shape, format);
             let mut last = None;
             let bytes = load(&plan, &mut |progress| {
@@ -539,7 +574,7 @@ fn a_load_of_a_tensor_that_is_not_finite_names_it_and_leaves_nothing() {
     for place in [0, 131_071, 131_072, 300 * 1023 - 1] {
         let mut numbers = weight_of(300 * 1023);
         numbers[place] = f32::NAN;
-        for format in WeightFormat::MADE_AT_LOAD {
+        for format in formats(shape[1], &[]) {
             let (_file, plan) = at_load(&numbers, &shape, format);
             let outcome = load(&plan, &mut |_| ControlFlow::Continue(()));
             let Err(LoadError::NotFinite { tensor }) = outcome else {
