@@ -72,7 +72,7 @@ pub struct UnetConfig {
     pub use_linear_projection: bool,
     /// Must be `text_time`.
     pub addition_embed_type: Option<String>,
-    /// Width of the embedding of each of [`TIME_IDS`] numbers.
+    /// Width of the embedding of each of six numbers.
     pub addition_time_embed_dim: usize,
     /// Width of the pooled state and of these embeddings together.
     pub projection_class_embeddings_input_dim: usize,

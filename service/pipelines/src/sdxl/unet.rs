@@ -21,7 +21,7 @@ type Found<T> = Result<T, MissingTensor>;
 /// A [`Layer`] with its tensors.
 #[derive(Debug)]
 enum Loaded {
-    Resnet { resnet: Resnet, joins: bool },
+    Resnet { resnet: Box<Resnet>, joins: bool },
     Attention(Box<Attention>),
     Halve(Convolution),
     Double(Convolution),
@@ -107,7 +107,7 @@ impl Unet {
                 Layer::Halve { channels } => Loaded::Halve(square(channels)?),
                 Layer::Double { channels } => Loaded::Double(square(channels)?),
                 Layer::Resnet { channels, skip } => Loaded::Resnet {
-                    resnet: Resnet::new(tensors, name, channels, time_width, norm)?,
+                    resnet: Box::new(Resnet::new(tensors, name, channels, time_width, norm)?),
                     joins: skip > 0,
                 },
                 Layer::Attention {

@@ -518,7 +518,7 @@ pub struct ClipProjection {
 }
 
 impl ClipProjection {
-    /// The projection of a component: diffusers' [`PROJECTION`], or OpenCLIP's transposed one.
+    /// The projection of a component: diffusers' `text_projection.weight`, or OpenCLIP's transposed one.
     ///
     /// # Errors
     /// [`StageError::Missing`] when it is missing or of another shape.
