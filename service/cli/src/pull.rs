@@ -102,9 +102,7 @@ fn print_plan(
             decimal(plan.bytes_total)
         ),
     };
-    let known = catalogue::all()
-        .iter()
-        .find(|known| known.id == model.listed_id());
+    let known = catalogue::find(&model.listed_id());
     let licence = known.map_or(String::new(), |known| format!("; licence: {}", known.licence));
     let line = format!(
         "{model}: {} files, {size}, into {}{licence}",

@@ -338,12 +338,7 @@ fn place_of(format: WeightFormat, rows: usize, columns: usize, wanted: WeightPar
 
 /// Suffix of a format in the kernels' names.
 fn kernel_of(format: WeightFormat) -> String {
-    let rotation = match format {
-        WeightFormat::Int8Scaled(_, rotation)
-        | WeightFormat::Int4(rotation)
-        | WeightFormat::W4A8 { rotation, .. } => rotation,
-        _ => Rotation::None,
-    };
+    let rotation = format.rotation();
     let of_codes = match format {
         WeightFormat::Int8 => "int8",
         WeightFormat::Fp8(Fp8Scales::None) => "fp8_none",

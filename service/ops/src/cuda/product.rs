@@ -140,7 +140,7 @@ impl ProductShape {
         }
     }
 
-    /// Whether it is worth to time the algorithms of this product, and their results can be compared.
+    /// Whether the algorithms of this product are worth timing, and their results can be compared.
     fn is_timed(&self, at: &At) -> bool {
         let operations = 2 * self.tokens * self.inputs * self.outputs;
         let size = size_of_type(self.numbers.types().1);

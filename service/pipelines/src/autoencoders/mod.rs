@@ -24,6 +24,7 @@ mod kernels;
 mod moments;
 mod pass;
 mod planned;
+mod reference;
 mod resnet;
 mod role;
 mod scratch;

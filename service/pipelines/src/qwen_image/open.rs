@@ -18,7 +18,7 @@ use crate::flow_match::SchedulerConfig;
 use crate::text::qwen2_vl;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::vision::qwen2_vl::QwenImageProcessor;
-use crate::{ModelError, ModelFile, ModelParts, Precision, Request, mmdit, vision};
+use crate::{ModelError, ModelParts, Precision, Request, mmdit, vision};
 
 /// The components of a model; only those that edit have the last.
 const COMPONENTS: [&str; 4] = [TRANSFORMER, VAE, TEXT_ENCODER, VISION];
@@ -76,12 +76,7 @@ impl QwenImageModel {
             (TEXT_ENCODER, text.files(wanted.of(TEXT_ENCODER))?),
         ];
         if variant.edits() {
-            let mut vision = text.vision_files(wanted.of(VISION))?;
-            // Its settings are in the configuration of the text encoder, on which its results depend.
-            let config = base.join(TEXT_ENCODER).join("config.json");
-            vision.files.extend(ModelFile::at(&config).ok());
-            vision.files.sort();
-            files.push((VISION, vision));
+            files.push((VISION, text.vision_files(wanted.of(VISION))?));
         }
         let mut components = ComponentSet::new(files, precision.dtype, wanted.formats);
         let blocks = transformer.blocks();

@@ -5,7 +5,7 @@ use ops::{AttentionShape, Planned};
 use super::model::QwenImageModel;
 use super::references::{ENCODE_PICTURE, ENCODE_REFERENCE};
 use super::stages::{DENOISE, ENCODE_TEXT};
-use crate::autoencoders::wan::{DECODE, ENCODE_IMAGE};
+use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE};
 use crate::{Image, InitImage, Request};
 
 impl QwenImageModel {

@@ -9,7 +9,7 @@ use super::model::{QwenImageModel, TEXT_ENCODER, TRANSFORMER, VISION};
 use super::references::{ENCODE_PICTURE, ENCODE_REFERENCE, PICTURE, REFERENCE, places};
 use super::transformer::{Prompted, TokenCounts, Transformer};
 use crate::adapters::{AdaptedTensors, UsedAs};
-use crate::autoencoders::wan::{DECODE, ENCODE_IMAGE, LATENT};
+use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::flux::{pack, unpack};
 use crate::sampling::{Conditions, Prompts, SampledLatent};
 use crate::stage::{Stage, named, unknown};

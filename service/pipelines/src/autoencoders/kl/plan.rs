@@ -1,7 +1,6 @@
 //! The autoencoder's part in the plan of a request: its stages, and the memory of previews.
 
 use candle_core::DType;
-use model::Memo;
 use model::plan::{names, only_value, rungs_of};
 use ops::Planned;
 use residency::Bytes;
@@ -9,6 +8,7 @@ use residency::Bytes;
 use super::config::VaeConfig;
 use super::scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder};
 use crate::autoencoders::COMPONENT;
+use crate::autoencoders::reference::reference_stage;
 use crate::checkpoint::ComponentSet;
 use crate::{Image, InitImage, Medium, PreviewNeed, Request, Role, Rung, StagePlan, ValueShape};
 
@@ -72,16 +72,7 @@ impl Autoencoder<'_> {
     /// A stage that encodes a reference picture alone, once for all items of a request. It is remembered for requests with the
     /// same picture.
     pub(crate) fn reference_stage(&self, name: &str, gives: &str, reference: &InitImage) -> StagePlan {
-        let size = Image::of(reference.width, reference.height);
-        let read = Image {
-            references: vec![reference.clone()],
-            ..size.clone()
-        };
-        StagePlan {
-            per_item: false,
-            memo: Some(Memo::of(Request::of(Medium::Image(read), 1, 0.0, 1))),
-            ..self.encode_stage_named(name, gives, &size)
-        }
+        reference_stage(name, gives, reference, |image| self.encode_stage(image))
     }
 
     /// The stage from latent to picture.

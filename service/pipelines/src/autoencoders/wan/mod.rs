@@ -36,7 +36,7 @@ pub use config::WanVaeConfig;
 pub use decoder::{Decoding, FrameDecoding, WanVaeDecoder};
 pub use encoder::WanVaeEncoder;
 pub use names::diffusers_name_of_original;
-pub(crate) use pictures::{DECODE, ENCODE_IMAGE, LATENT, PictureAutoencoder, PicturePlace};
+pub(crate) use pictures::{PictureAutoencoder, PicturePlace};
 pub use scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder, encode_scratch};
 
 pub use super::frames::frames_to_rgb8;

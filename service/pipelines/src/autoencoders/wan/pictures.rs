@@ -4,7 +4,6 @@
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use model::Memo;
 use model::bounds::PIXELS_PER_TOKEN;
 use model::plan::{names, of_rung, only_value, rungs_of};
 use ops::Planned;
@@ -17,7 +16,9 @@ use super::names::diffusers_name_of_original;
 use super::scratch::{Chunking, decode_ladder, decode_scratch, encode_ladder};
 use crate::autoencoders::COMPONENT;
 use crate::autoencoders::frames::frames_to_rgb8;
+use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoders::moments::Moments;
+use crate::autoencoders::reference::reference_stage;
 use crate::checkpoint::{
     Checkpoint, ComponentFiles, ComponentPlace, ComponentSet, Requested, companion, open,
 };
@@ -29,13 +30,6 @@ use crate::{
     HostTensor, Image, InitImage, Medium, ModelError, Piece, PreviewNeed, Request, Role, Rung, StageError,
     StagePlan, ValueShape,
 };
-
-/// Names of the stages.
-pub(crate) const ENCODE_IMAGE: &str = "encode_image";
-pub(crate) const DECODE: &str = "decode";
-
-/// Name of the latent, in the transformer's scale: f32 `[1, channels, height / 8, width / 8]`.
-pub(crate) const LATENT: &str = "latent";
 
 /// A picture is a film of one frame, which has one latent.
 const ONE: usize = 1;
@@ -147,18 +141,7 @@ impl PictureAutoencoder<'_> {
     /// A stage that encodes a reference picture alone, once for all items of a request. It is remembered for requests with the
     /// same picture.
     pub(crate) fn reference_stage(&self, name: &str, gives: &str, reference: &InitImage) -> StagePlan {
-        let size = Image::of(reference.width, reference.height);
-        let read = Image {
-            references: vec![reference.clone()],
-            ..size.clone()
-        };
-        StagePlan {
-            name: name.to_owned(),
-            gives: names(&[gives]),
-            per_item: false,
-            memo: Some(Memo::of(Request::of(Medium::Image(read), 1, 0.0, 1))),
-            ..self.encode_stage(&size)
-        }
+        reference_stage(name, gives, reference, |image| self.encode_stage(image))
     }
 
     /// The stage from latent to picture.
