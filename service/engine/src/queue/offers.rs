@@ -167,15 +167,15 @@ impl View<'_> {
 
     /// The shortage at the end of a job's patience.
     pub(super) fn shortfall_after_waiting(&self, job: &JobRecord, shortage: &Shortage) -> Shortfall {
-        let mut usable = (0..self.cards.len()).filter(|&card| self.may_use(job, card));
-        let card = usable.next().unwrap_or(0);
+        let usable = self.usable_cards(job);
+        let card = usable.first().copied().unwrap_or(0);
         Shortfall {
             stage: job.stage_name().to_string(),
             needed: shortage.needed,
             free: shortage.usable,
             capacity: self.cards[card].ledger.total(),
             holders: shortage.holders.clone(),
-            fallbacks: self.fallbacks(job, &self.usable_cards(job)),
+            fallbacks: self.fallbacks(job, &usable),
             smallest: None,
             instead: None,
             pinned: Bytes::ZERO,

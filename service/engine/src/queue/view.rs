@@ -60,10 +60,11 @@ impl<'a> View<'a> {
                 .contains_key(&self.cards[card].description.compute_dtype)
     }
 
-    /// The cards that a job could run on now.
+    /// The cards that a job could run on, now or once their workers have started.
     pub(super) fn usable_cards(&self, job: &JobRecord) -> Vec<usize> {
-        let usable = |card: &usize| self.may_use(job, *card) && self.cards[*card].is_ready();
-        (0..self.cards.len()).filter(usable).collect()
+        (0..self.cards.len())
+            .filter(|&card| self.may_use(job, card))
+            .collect()
     }
 
     /// The first step whose values are not cached; the last of all is run in any case.

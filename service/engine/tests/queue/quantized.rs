@@ -151,6 +151,21 @@ async fn a_refusal_lists_alternatives_that_fit_on_any_of_several_cards() {
     at_rest(&queue).await;
 }
 
+/// A refusal is about every card of the box: what a worker that is still starting will have counts.
+#[tokio::test(start_paused = true)]
+async fn a_refusal_lists_alternatives_that_fit_on_a_card_that_is_starting() {
+    let (queue, mut workers) = start(Settings::default(), 2);
+    workers[0].ready();
+    workers[0].set_foreign(Bytes::gib(14)); // 10 are left: enough for 4 bits alone
+    settle().await;
+    let shortfall = refusal(&queue, load("large", "me", &[])).await;
+    let labels: Vec<&str> = told(&shortfall.fallbacks)
+        .iter()
+        .map(|(label, ..)| *label)
+        .collect();
+    assert_eq!(labels[..4], REDUCTIONS);
+}
+
 #[tokio::test(start_paused = true)]
 async fn reserved_memory_is_not_offered_in_a_refusal() {
     let (queue, mut worker) = one_card().await;
