@@ -27,7 +27,7 @@ COPY service service
 RUN --mount=type=cache,target=/usr/local/cargo/registry \
     --mount=type=cache,target=/root/.cache/moored \
     --mount=type=cache,target=/source/target \
-    eval "$(CUDA_COMPUTE_CAP=80 scripts/cuda-environment)" \
+    eval "$(scripts/cuda-environment)" \
     && cargo build --release --locked --package moored --features cuda \
     && install -D target/release/moored /out/moored
 
