@@ -142,6 +142,14 @@ def test_media_a_hold_and_a_reservation_are_remembered(ask: Ask, service: Servic
     assert service.metadata[BOX_HEADER] == "a"
 
 
+def test_a_proxy_need_not_repeat_the_box(ask: Ask, service: Service) -> None:
+    service.on("PutMedia", of_box("a", generation_pb2.MediaInfo(id="media-1")))
+    service.on("GenerateImage", JOB)
+    media = ask("put_media", b"\x89PNG\r\n\x1a\n")
+    ask("generate_image", "x", references=[media], latent_only=True)
+    assert moored.Client(ask.address).box_of("job-1") == "a"
+
+
 def test_a_client_may_name_its_box(
     address: str, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:

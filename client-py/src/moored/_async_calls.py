@@ -68,10 +68,11 @@ class AsyncConnection:
 
     def stream(self, method: Callable[..., Any], request: Any, timeout: float | None) -> AsyncCall:
         """Begins a call whose answer is a stream."""
-        begun = method(request, timeout=timeout, metadata=self._line.metadata(request))
+        metadata = self._line.metadata(request)
+        begun = method(request, timeout=timeout, metadata=metadata)
 
         async def heard(message: Any) -> None:
-            self._line.boxes.learn(await begun.initial_metadata(), message, request)
+            self._line.boxes.learn(metadata, await begun.initial_metadata(), message, request)
 
         call = AsyncCall(begun, heard)
         self.drop_at_close(call)
@@ -79,9 +80,10 @@ class AsyncConnection:
 
     async def unary(self, method: Any, request: Any, timeout: float | None) -> Any:
         """Makes a call of one message and one answer."""
-        call = method(request, timeout=timeout, metadata=self._line.metadata(request))
+        metadata = self._line.metadata(request)
+        call = method(request, timeout=timeout, metadata=metadata)
         answer = await call
-        self._line.boxes.learn(await call.initial_metadata(), answer)
+        self._line.boxes.learn(metadata, await call.initial_metadata(), answer)
         return answer
 
     async def put_latent(self, chunks: Any, timeout: float | None, **at: str) -> Any:
@@ -114,7 +116,7 @@ class AsyncConnection:
             call.add_done_callback(end)
             await ended.wait()
             answer = call.result()
-            self._line.boxes.learn(call.initial_metadata(), answer)
+            self._line.boxes.learn(metadata, call.initial_metadata(), answer)
             return answer
         finally:
             call.cancel()
@@ -133,9 +135,10 @@ class AsyncConnection:
         """The box that has what has this id; empty: not known, or there is one alone."""
         return self._line.boxes.of(what)
 
-    def heard_of_session(self, call: Any, message: Any) -> None:
+    def heard_of_session(self, call: Any, message: Any, opening: Any) -> None:
         """Remembers at which box a session is, and its jobs."""
-        self._line.boxes.learn(call.initial_metadata(), message)
+        metadata = self._line.metadata(opening)
+        self._line.boxes.learn(metadata, call.initial_metadata(), message)
 
     def _of_threads(self) -> Connection:
         self._check()

@@ -31,6 +31,7 @@ NAME_AT_MOST_BYTES = 256
 """Most bytes of a model's name in the header. Those that are equal so far are at one box."""
 
 Metadata = tuple[tuple[str, str], ...]
+Headers = Iterable[tuple[str, Any]] | None
 
 # Ids that are of no box.
 _OTHER_IDS = ("client_id", "vae_id")
@@ -51,10 +52,11 @@ class Boxes:
         with self._lock:
             return self._of.get(what, "")
 
-    def learn(self, headers: Iterable[tuple[str, Any]] | None, *messages: Any) -> None:
-        """Remembers which box has told of these, where a proxy has said it."""
-        box = next((value for name, value in headers or () if name == BOX_HEADER), None)
-        if isinstance(box, str):
+    def learn(self, asked: Headers, answered: Headers, *messages: Any) -> None:
+        """Remembers which box has told of these: the one that a proxy names in the answer, or that
+        which was asked, as some proxies do not repeat its name."""
+        box = _box_in(answered) or _box_in(asked)
+        if box:
             self.remember(box, *(each for message in messages for each in ids_in(message)))
 
     def remember(self, box: str, *ids: str) -> None:
@@ -65,6 +67,11 @@ class Boxes:
                 self._of.move_to_end(each)
             while len(self._of) > KEPT:
                 self._of.popitem(last=False)
+
+
+def _box_in(headers: Headers) -> str:
+    found = (value for name, value in headers or () if name == BOX_HEADER)
+    return next((value for value in found if isinstance(value, str)), "")
 
 
 _BOXES: dict[str, Boxes] = {}

@@ -64,7 +64,7 @@ class Connection:
         call = begun(method, request, timeout=timeout, metadata=metadata)
 
         def heard(message: Any) -> None:
-            self._line.boxes.learn(call.initial_metadata(), message, request)
+            self._line.boxes.learn(metadata, call.initial_metadata(), message, request)
 
         return Call(call, heard)
 
@@ -80,7 +80,7 @@ class Connection:
         """Makes a call of one answer: a message is sent, or a stream of them."""
         metadata = self._line.metadata(request, box=box, model=model)
         answer, call = method.with_call(request, timeout=timeout, metadata=metadata)
-        self._line.boxes.learn(call.initial_metadata(), answer)
+        self._line.boxes.learn(metadata, call.initial_metadata(), answer)
         return answer
 
     def put_latent(self, chunks: Any, timeout: float | None, **at: str) -> Any:
@@ -104,9 +104,10 @@ class Connection:
         """The box that has what has this id; empty: not known, or there is one alone."""
         return self._line.boxes.of(what)
 
-    def heard_of_session(self, call: Any, message: Any) -> None:
+    def heard_of_session(self, call: Any, message: Any, opening: Any) -> None:
         """Remembers at which box a session is, and its jobs."""
-        self._line.boxes.learn(call.initial_metadata(), message)
+        metadata = self._line.metadata(opening)
+        self._line.boxes.learn(metadata, call.initial_metadata(), message)
 
     def close(self) -> None:
         """Ends all calls and closes the channel. Again is harmless."""

@@ -45,7 +45,7 @@ class _SessionCall(Conversation):
         self.outbox = Outbox()
         self.process = Process()
         self.opening = request
-        self.heard: Callable[[Any, Any], None] = lambda call, message: None
+        self.heard: Callable[[Any, Any, Any], None] = lambda call, message, opening: None
         super().__init__(endpoint, request)
 
     def put(self, message: generation_pb2.StreamAudioRequest | None) -> None:
@@ -76,7 +76,7 @@ def _read(conversation: _SessionCall) -> None:
     changed, end = conversation.changed, None
     try:
         for message in conversation.call:
-            conversation.heard(conversation.call, message)
+            conversation.heard(conversation.call, message, conversation.opening)
             with changed:
                 conversation.hear(message)
                 while conversation.is_full:
