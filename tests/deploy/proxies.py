@@ -16,9 +16,9 @@ from urllib.request import urlopen
 
 import moored
 import yaml
+from waiting import wait_until
 
 from service import INSTANT_MODELS, ROOT, START_TIMEOUT_S, ReservedPort, Service
-from waiting import wait_until
 
 HAPROXY_CONFIGURATION = ROOT / "deploy/haproxy/haproxy.cfg"
 ENVOY_CONFIGURATION = ROOT / "deploy/envoy/envoy.yaml"
