@@ -24,12 +24,16 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- $domain := printf "%s-boxes.%s.svc.cluster.local" $name .Release.Namespace -}}
 {{- $count := int (include "moored.boxes" .) -}}
 {{- if eq .Values.proxy.kind "haproxy" -}}
-{{- $file := .Files.Get "files/haproxy.cfg" -}}
-{{- regexReplaceAll "(?m)^    (# With TLS at the boxes|server ).*\n?" $file "" | trimSuffix "\n" }}
-{{- range $number := until $count }}
-    server {{ $name }}-{{ $number }} {{ $name }}-{{ $number }}.{{ $domain }}:50051 proto h2 check-proto h1 resolvers cluster init-addr none
-{{- end }}
-
+{{- $jobs := list -}}
+{{- $others := list -}}
+{{- range $number := until $count -}}
+{{- $server := printf "    server %s-%d %s-%d.%s:50051 proto h2 resolvers cluster init-addr none" $name $number $name $number $domain -}}
+{{- $jobs = append $jobs (printf "%s check-proto h1" $server) -}}
+{{- $others = append $others (printf "%s track boxes/%s-%d" $server $name $number) -}}
+{{- end -}}
+{{- $file := regexReplaceAll "(?m)^    # With TLS at the boxes.*\n" (.Files.Get "files/haproxy.cfg") "" -}}
+{{- $file = regexReplaceAll "(?m)(^    server .* check-proto h1\n)+" $file (printf "%s\n" (join "\n" $jobs)) -}}
+{{- regexReplaceAll "(?m)(^    server .* track boxes/[a-z]\n)+" $file (printf "%s\n" (join "\n" $others)) }}
 resolvers cluster
     parse-resolv-conf
     accepted_payload_size 8192
