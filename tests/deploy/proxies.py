@@ -165,18 +165,23 @@ class HaProxy(Proxy):
                 answer += part
         return answer.decode()
 
-    def states(self) -> dict[str, str]:
-        """The state of each box: `UP`, `DOWN`, `DRAIN`."""
+    def _box(self, name: str) -> dict[str, str]:
+        """What it knows of a box."""
         try:
             head, *rows = self.command("show stat").lstrip("# ").strip().splitlines()
         except OSError:
             return {}
         columns = head.split(",")
         found = [dict(zip(columns, row.split(","), strict=False)) for row in rows]
-        return {row["svname"]: row["status"] for row in found if row["pxname"] == "boxes"}
+        mine = [row for row in found if (row["pxname"], row["svname"]) == ("boxes", name)]
+        return mine[0] if mine else {}
 
     def is_up(self, name: str) -> bool:
-        return self.states().get(name, "").startswith("UP")
+        return self._box(name).get("status", "").startswith("UP")
+
+    def open_jobs(self, name: str) -> int:
+        """Jobs that it has sent to a box and that have not ended."""
+        return int(self._box(name).get("scur") or 0)
 
     def drain(self, name: str) -> None:
         """Sends no new jobs to a box from now on."""
