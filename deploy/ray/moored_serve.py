@@ -8,8 +8,8 @@
         -d '{"prompt": "a red cube", "steps": 4}' http://127.0.0.1:8000/ -o cube.png
 
 Beside HTTP a handle has the calls of the Python client: handle.options(multiplexed_model_id="owner/name")
-.generate_image.remote("a red cube"). Memory is moored's alone: what Ray counts as a model of a replica is only
-a name by which it finds the replica again.
+.generate_image.remote("a red cube"). Memory is moored's alone: what Ray counts as a model of a replica is
+only a name by which it finds the replica again.
 """
 
 from __future__ import annotations

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import io
 import json
+import socket
 import subprocess
 import wave
 from collections import Counter
@@ -183,6 +186,21 @@ def test_films_of_http_are_found_at_their_box(proxy: Proxy) -> None:
         )
         with urlopen(f"http://{proxy.address}/v1/videos/{made['id']}/content") as answer:
             assert b"ftyp" in answer.read(16)
+
+
+def test_no_header_leads_elsewhere(proxy: Proxy) -> None:
+    with socket.socket() as elsewhere:
+        elsewhere.bind(("127.0.0.1", 0))
+        elsewhere.listen()
+        elsewhere.setblocking(False)
+        address = f"127.0.0.1:{elsewhere.getsockname()[1]}"
+        # Envoy writes addresses so.
+        for box in (address, base64.b64encode(address.encode()).decode(), "nobody"):
+            with moored.Client(proxy.address, box=box) as client:
+                with contextlib.suppress(moored.ConnectionFailed):
+                    client.server_info()
+                with pytest.raises(BlockingIOError):
+                    elsewhere.accept()
 
 
 def test_a_box_that_drains_ends_its_jobs_and_gets_no_new_ones(
