@@ -36,8 +36,7 @@ JOB = [
 
 
 @pytest.fixture(autouse=True)
-def _no_box(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("MOORED_BOX", raising=False)
+def _nothing_known() -> Iterator[None]:
     yield
     _boxes._BOXES.clear()
 
@@ -150,17 +149,11 @@ def test_a_proxy_need_not_repeat_the_box(ask: Ask, service: Service) -> None:
     assert moored.Client(ask.address).box_of("job-1") == "a"
 
 
-def test_a_client_may_name_its_box(
-    address: str, service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_may_name_its_box(address: str, service: Service) -> None:
     service.on("List", jobs_pb2.ListJobsResponse())
     with moored.Client(address, box="b") as client:
         client.jobs()
     assert service.metadata[BOX_HEADER] == "b"
-    monkeypatch.setenv("MOORED_BOX", "c")
-    with moored.Client(address) as client:
-        client.jobs()
-    assert service.metadata[BOX_HEADER] == "c"
     with pytest.raises(moored.InvalidRequest, match="no name of a box"):
         moored.Client(address, box="b\nx")
 
