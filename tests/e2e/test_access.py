@@ -694,7 +694,7 @@ def test_a_hold_is_that_of_its_token(alice_and_bob: tuple[moored.Client, moored.
     assert theirs.id != hold.id, "the name of a client does not make it the same"
     assert (
         bob._connection.stubs.residency.ReleaseHold(
-            residency_pb2.ReleaseHoldRequest(hold_id=hold.id), metadata=bob._metadata
+            residency_pb2.ReleaseHoldRequest(hold_id=hold.id), metadata=bob._line.metadata()
         ).released
         is False
     )

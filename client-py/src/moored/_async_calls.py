@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
 import grpc
@@ -68,19 +68,58 @@ class AsyncConnection:
 
     def stream(self, method: Callable[..., Any], request: Any, timeout: float | None) -> AsyncCall:
         """Begins a call whose answer is a stream."""
-        call = AsyncCall(method(request, timeout=timeout, metadata=self._line.metadata))
+        metadata = self._line.metadata(request)
+        begun = method(request, timeout=timeout, metadata=metadata)
+
+        async def heard(message: Any) -> None:
+            self._line.boxes.learn(metadata, await begun.initial_metadata(), message, request)
+
+        call = AsyncCall(begun, heard)
         self.drop_at_close(call)
         return call
 
-    async def put_latent(self, chunks: Any, **settings: Any) -> Any:
-        """Sends the chunks of a latent and returns the answer."""
-        await self.ready()
-        return await _sent(self._of_threads().stubs.generation.PutLatent, chunks, **settings)
+    async def unary(self, method: Any, request: Any, timeout: float | None) -> Any:
+        """Makes a call of one message and one answer."""
+        metadata = self._line.metadata(request)
+        call = method(request, timeout=timeout, metadata=metadata)
+        answer = await call
+        self._line.boxes.learn(metadata, await call.initial_metadata(), answer)
+        return answer
 
-    async def put_media(self, chunks: Any, **settings: Any) -> Any:
-        """Sends the chunks of media and returns the answer."""
+    async def put_latent(self, chunks: Any, timeout: float | None, **at: str) -> Any:
+        """Sends the chunks of a latent and returns the answer. `at` is where: `box`, `model`."""
         await self.ready()
-        return await _sent(self._of_threads().stubs.generation.PutMedia, chunks, **settings)
+        return await self._sent(self._of_threads().stubs.generation.PutLatent, chunks, timeout, at)
+
+    async def put_media(self, chunks: Any, timeout: float | None, **at: str) -> Any:
+        """Sends the chunks of media and returns the answer. `at` is where: `box`, `model`."""
+        await self.ready()
+        return await self._sent(self._of_threads().stubs.generation.PutMedia, chunks, timeout, at)
+
+    async def _sent(
+        self,
+        method: grpc.StreamUnaryMultiCallable[Any, Any],
+        chunks: Any,
+        timeout: float | None,
+        at: dict[str, str],
+    ) -> Any:
+        """Sends a stream of messages and returns the answer. A thread of gRPC reads `chunks`."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def end(_: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(ended.set)
+
+        metadata = self._line.metadata(**at)
+        call = method.future(chunks, timeout=timeout, metadata=metadata)
+        try:
+            call.add_done_callback(end)
+            await ended.wait()
+            answer = call.result()
+            self._line.boxes.learn(metadata, call.initial_metadata(), answer)
+            return answer
+        finally:
+            call.cancel()
 
     async def ready(self) -> None:
         """Looks at the certificate, where one is pinned, before a call of threads."""
@@ -88,9 +127,18 @@ class AsyncConnection:
         if self._line.is_pinned:
             await asyncio.to_thread(self._line.look)
 
-    def stream_audio(self, messages: Any) -> Any:
+    def stream_audio(self, messages: Any, opening: Any) -> Any:
         """Begins the call of a session. A thread of gRPC reads `messages`."""
-        return self._of_threads().stream_audio(messages)
+        return self._of_threads().stream_audio(messages, opening)
+
+    def box_of(self, what: str) -> str:
+        """The box that has what has this id; empty: not known, or there is one alone."""
+        return self._line.boxes.of(what)
+
+    def heard_of_session(self, call: Any, message: Any, opening: Any) -> None:
+        """Remembers at which box a session is, and its jobs."""
+        metadata = self._line.metadata(opening)
+        self._line.boxes.learn(metadata, call.initial_metadata(), message)
 
     def _of_threads(self) -> Connection:
         self._check()
@@ -116,30 +164,12 @@ class AsyncConnection:
                 await self._channel.close()
 
 
-async def _sent(
-    method: grpc.StreamUnaryMultiCallable[Any, Any], chunks: Any, **settings: Any
-) -> Any:
-    """Sends a stream of messages and returns the answer. A thread of gRPC reads `chunks`."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-
-    def end(_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ended.set)
-
-    call = method.future(chunks, **settings)
-    try:
-        call.add_done_callback(end)
-        await ended.wait()
-        return call.result()
-    finally:
-        call.cancel()
-
-
 class AsyncCall:
     """A call of grpc.aio whose messages are read one by one."""
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, heard: Callable[[Any], Awaitable[None]]) -> None:
         self._call = call
+        self._heard = heard
         self.dropped = False
         """Whether it was ended here."""
 
@@ -150,6 +180,8 @@ class AsyncCall:
         """
         try:
             message = await self._call.read()
+            if message is not grpc.aio.EOF:
+                await self._heard(message)
         except grpc.RpcError:
             if self.dropped:
                 raise Dropped from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import grpc
@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 R = TypeVar("R")
-T = TypeVar("T")
 
 
 class AsyncClient:
@@ -102,6 +101,7 @@ class AsyncClient:
         certificate_key: str | os.PathLike[str] | None = None,
         retry_s: float = 0.0,
         unfinished: str | os.PathLike[str] | None = None,
+        box: str | None = None,
     ) -> None:
         """Connects when first used.
 
@@ -124,6 +124,8 @@ class AsyncClient:
             for again, each time after as long as the service says; default: it is not.
         unfinished: a file of this program alone, for jobs with `detach`. Where it ended before such
             a job did, the same request joins that job.
+        box: the one of several boxes behind a proxy that all calls are for, as `box_of` has told
+            it; default: each call goes to the box that has its model, or what it names.
         """
         line = Line(
             endpoint,
@@ -134,10 +136,11 @@ class AsyncClient:
             fingerprint,
             certificate,
             certificate_key,
+            box,
         )
         self.endpoint = line.endpoint
         self.client_id = client_id_of(client_id)
-        self._metadata = line.metadata
+        self._line = line
         self._retry_s = retry_s
         self._unfinished = Unfinished(unfinished) if unfinished is not None else None
         self._connection = AsyncConnection(line)
@@ -428,7 +431,8 @@ class AsyncClient:
         One of several tensors has `.arrays`, by their names.
         """
         request = message_of(generation_pb2.GetLatentRequest, latent_id=requests.latent_id(latent))
-        call = self._stubs.generation.GetLatent(request, timeout=timeout, metadata=self._metadata)
+        metadata = self._line.metadata(request)
+        call = self._stubs.generation.GetLatent(request, timeout=timeout, metadata=metadata)
         read = LatentReader()
         try:
             async for chunk in call:
@@ -444,16 +448,22 @@ class AsyncClient:
         latent: Latent | NDArray[Any] | Mapping[str, NDArray[Any]],
         *,
         vae_id: str = "",
+        model: ModelLike | None = None,
+        box: str = "",
         timeout: float | None = None,
     ) -> LatentInfo:
         """Brings a latent to the service: one that was read, or an array and whose VAE it is of.
 
-        Tensors with names are a mapping of them to arrays.
+        Tensors with names are a mapping of them to arrays. Of several boxes behind a proxy it goes
+        to the one that has `model`, by which it is to be used, or to that with the name `box`.
         """
-        return mirror(
-            LatentInfo,
-            await self._unary(self._connection.put_latent, chunks_of(latent, vae_id), timeout),
-        )
+        try:
+            info = await self._connection.put_latent(
+                chunks_of(latent, vae_id), timeout, model=requests.model_id(model), box=box
+            )
+        except grpc.RpcError as error:
+            raise error_of(error, self.endpoint) from None
+        return mirror(LatentInfo, info)
 
     async def release_latent(
         self, latent: str | LatentInfo, *, timeout: float | None = QUICK_S
@@ -477,6 +487,8 @@ class AsyncClient:
         format: VideoFormat | AudioTrackFormat | None = None,
         frames_per_second: float | None = None,
         sample_rate: int | None = None,
+        model: ModelLike | None = None,
+        box: str = "",
         timeout: float | None = None,
     ) -> MediaInfo:
         """Uploads a picture, a film or a track that jobs can start from, by `init_media=`.
@@ -487,15 +499,19 @@ class AsyncClient:
         of samples, int16 or floating with 1 as full scale, [samples, channels], with `sample_rate`.
 
         Raw frames and samples, in bytes or a file, need `format`. `media_type` overrides the type
-        that follows from the content or the ending of the file.
+        that follows from the content or the ending of the file. Of several boxes behind a proxy
+        they go to the one that has `model`, by which they are to be used, or to that with the name
+        `box`.
         """
         upload = upload_of(media, media_type, format, frames_per_second, sample_rate)
         try:
-            info = await self._unary(self._connection.put_media, upload, timeout)
-        except MooredError:
+            info = await self._connection.put_media(
+                upload, timeout, model=requests.model_id(model), box=box
+            )
+        except grpc.RpcError as error:
             if upload.failure is not None:
                 raise upload.failure from None
-            raise
+            raise error_of(error, self.endpoint) from None
         finally:
             upload.close()
         return mirror(MediaInfo, info)
@@ -782,6 +798,15 @@ class AsyncClient:
         evicted = tuple(mirror(FreedComponent, one) for one in made.evicted)
         return AsyncReservedMemory(release, made.reservation_id, made.bytes, made.card, evicted)
 
+    def box_of(self, what: str | LatentInfo | MediaInfo) -> str:
+        """The box that has a job, a latent, media, a hold or a reservation, by its id.
+
+        Of several behind a proxy, as this program has heard of it; empty: there is one alone, or
+        another program asked. For `box=` of a client: of one that fetches a job, or that loads and
+        pins at this box.
+        """
+        return self._connection.box_of(what if isinstance(what, str) else what.id)
+
     # Jobs and the service.
 
     async def jobs(
@@ -854,7 +879,7 @@ class AsyncClient:
             call = watch(
                 requests.health_request(card),
                 timeout=left,
-                metadata=self._metadata,
+                metadata=self._line.metadata(),
                 wait_for_ready=True,
             )
             try:
@@ -889,11 +914,9 @@ class AsyncClient:
     def _stubs(self) -> AsyncStubs:
         return self._connection.stubs
 
-    async def _unary(
-        self, method: Callable[..., Awaitable[T]], request: object, timeout: float | None
-    ) -> T:
+    async def _unary(self, method: Any, request: object, timeout: float | None) -> Any:
         try:
-            return await method(request, timeout=timeout, metadata=self._metadata)
+            return await self._connection.unary(method, request, timeout)
         except grpc.RpcError as error:
             raise error_of(error, self.endpoint) from None
 

@@ -85,7 +85,9 @@ class AsyncSegment:
 
 
 class _AsyncPutMedia(Protocol):
-    def __call__(self, media: MediaInput, *, sample_rate: int | None) -> Awaitable[MediaInfo]: ...
+    def __call__(
+        self, media: MediaInput, *, sample_rate: int | None, model: str, box: str
+    ) -> Awaitable[MediaInfo]: ...
 
 
 class AsyncAudioSession:
@@ -271,5 +273,13 @@ class AsyncAudioSession:
             return ""
         if _conversation.is_in_service(source):
             return requests.media_id(source, "source")  # type: ignore[arg-type]
-        info = await self._put_media(source, sample_rate=sample_rate)  # type: ignore[arg-type]
+        # Where the session is, once it is open: a box knows nothing of another one's media.
+        opened = self._conversation.opened if self._conversation is not None else None
+        box = self._connection.box_of(opened.session_id) if opened is not None else ""
+        info = await self._put_media(
+            source,  # type: ignore[arg-type]
+            sample_rate=sample_rate,
+            model=self._request.model.id,
+            box=box,
+        )
         return info.id

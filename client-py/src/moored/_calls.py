@@ -60,22 +60,54 @@ class Connection:
 
     def stream(self, method: Callable[..., Any], request: Any, timeout: float | None) -> Call:
         """Begins a call whose answer is a stream."""
-        return Call(begun(method, request, timeout=timeout, metadata=self._line.metadata))
+        metadata = self._line.metadata(request)
+        call = begun(method, request, timeout=timeout, metadata=metadata)
 
-    def put_latent(self, chunks: Any, **settings: Any) -> Any:
-        """Sends the chunks of a latent and returns the answer."""
-        return self.stubs.generation.PutLatent(chunks, **settings)
+        def heard(message: Any) -> None:
+            self._line.boxes.learn(metadata, call.initial_metadata(), message, request)
 
-    def put_media(self, chunks: Any, **settings: Any) -> Any:
-        """Sends the chunks of media and returns the answer."""
-        return self.stubs.generation.PutMedia(chunks, **settings)
+        return Call(call, heard)
+
+    def unary(
+        self,
+        method: Any,
+        request: Any,
+        timeout: float | None,
+        *,
+        box: str = "",
+        model: str = "",
+    ) -> Any:
+        """Makes a call of one answer: a message is sent, or a stream of them."""
+        metadata = self._line.metadata(request, box=box, model=model)
+        answer, call = method.with_call(request, timeout=timeout, metadata=metadata)
+        self._line.boxes.learn(metadata, call.initial_metadata(), answer)
+        return answer
+
+    def put_latent(self, chunks: Any, timeout: float | None, **at: str) -> Any:
+        """Sends the chunks of a latent and returns the answer. `at` is where: `box`, `model`."""
+        return self.unary(self.stubs.generation.PutLatent, chunks, timeout, **at)
+
+    def put_media(self, chunks: Any, timeout: float | None, **at: str) -> Any:
+        """Sends the chunks of media and returns the answer. `at` is where: `box`, `model`."""
+        return self.unary(self.stubs.generation.PutMedia, chunks, timeout, **at)
 
     def ready(self) -> None:
         """Threads may wait where they call."""
 
-    def stream_audio(self, messages: Any) -> Any:
-        """Begins the call of a session. A thread of gRPC reads `messages`."""
-        return self.stubs.generation.StreamAudio(messages, metadata=self._line.metadata)
+    def stream_audio(self, messages: Any, opening: Any) -> Any:
+        """Begins the call of a session. A thread of gRPC reads `messages`, the first of which opens
+        it so."""
+        metadata = self._line.metadata(opening)
+        return self.stubs.generation.StreamAudio(messages, metadata=metadata)
+
+    def box_of(self, what: str) -> str:
+        """The box that has what has this id; empty: not known, or there is one alone."""
+        return self._line.boxes.of(what)
+
+    def heard_of_session(self, call: Any, message: Any, opening: Any) -> None:
+        """Remembers at which box a session is, and its jobs."""
+        metadata = self._line.metadata(opening)
+        self._line.boxes.learn(metadata, call.initial_metadata(), message)
 
     def close(self) -> None:
         """Ends all calls and closes the channel. Again is harmless."""
@@ -92,8 +124,9 @@ class Call:
     gRPC: an interrupt that lands in its code can leave a call that never says how it ended.
     """
 
-    def __init__(self, call: Any) -> None:
+    def __init__(self, call: Any, heard: Callable[[Any], None]) -> None:
         self._call = call
+        self._heard = heard
         self._inbox: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(_AHEAD)
         self._left = threading.Event()
         self._is_read = False
@@ -114,6 +147,7 @@ class Call:
             reader.start()
         message, end = _awaited(self._inbox)
         if end is None:
+            self._heard(message)
             return message
         self._inbox.put((None, end))
         if self.dropped and isinstance(end, grpc.RpcError):

@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 
 from ._address import HTTPS, endpoint_of
+from ._boxes import Metadata, box_named, boxes_of, headers_of
 from ._credentials import kept_for
 from ._errors import InvalidRequest, Unauthenticated, UnencryptedToken, refused
 from ._files import TEXT_BYTES, TOKEN_BYTES, read_regular, with_home
@@ -34,8 +35,6 @@ RETRY_S = 0.1
 
 NAME_AT_MOST_CHARACTERS = 100
 """Most characters of a client name from MOORED_CLIENT or the default."""
-
-Metadata = tuple[tuple[str, str], ...]
 
 
 def client_id_of(client_id: str | None) -> str:
@@ -97,7 +96,8 @@ if hasattr(os, "register_at_fork"):
 
 
 class Line:
-    """A service's address, and what its channel needs: TLS and its roots, or neither; the token."""
+    """A service's address, what its channel needs (TLS and its roots, or neither), and what goes
+    with each call."""
 
     def __init__(
         self,
@@ -109,13 +109,16 @@ class Line:
         fingerprint: str | None = None,
         certificate: str | os.PathLike[str] | None = None,
         certificate_key: str | os.PathLike[str] | None = None,
+        box: str | None = None,
     ) -> None:
         self.endpoint = endpoint_of(endpoint)
+        self.boxes = boxes_of(self.endpoint)
+        self._box = box_named(box)
         # What the environment names is of the service that it names.
         environment = os.environ if self.endpoint == endpoint_of(None) else {}
         kept = kept_for(self.endpoint)
         token_file = token_file or environment.get("MOORED_TOKEN_FILE")
-        self.metadata = metadata_of(token, token_file, kept.token)
+        self._token = metadata_of(token, token_file, kept.token)
         self._target = self.endpoint.removeprefix(HTTPS)
         self._credentials: grpc.ChannelCredentials | None = None
         self._own: tuple[bytes, bytes] | None = None
@@ -152,13 +155,18 @@ class Line:
                 f"{given[0]} is for TLS, and {self.endpoint} is reached without it: "
                 f"write https://{self.endpoint}"
             )
-        elif self.metadata and not is_local(self.endpoint) and not _allowed(insecure_token):
+        elif self._token and not is_local(self.endpoint) and not _allowed(insecure_token):
             raise UnencryptedToken(
                 f"The token was not sent: the line to {self.endpoint} is not encrypted, and "
                 f"others could read it. Use TLS (https://{self.endpoint}), or a tunnel (ssh -L) "
                 "and its end on this machine. To send it all the same: insecure_token=True, or "
                 "MOORED_INSECURE_TOKEN=1"
             )
+
+    def metadata(self, request: Any = None, *, box: str = "", model: str = "") -> Metadata:
+        """What goes with a call: the token; and for a proxy before several boxes, its model and
+        the box that has what it names."""
+        return self._token + headers_of(request, self.boxes, box or self._box, model)
 
     @property
     def is_pinned(self) -> bool:

@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 R = TypeVar("R")
-T = TypeVar("T")
 
 
 class Client:
@@ -102,6 +101,7 @@ class Client:
         certificate_key: str | os.PathLike[str] | None = None,
         retry_s: float = 0.0,
         unfinished: str | os.PathLike[str] | None = None,
+        box: str | None = None,
     ) -> None:
         """Connects when first used.
 
@@ -124,6 +124,8 @@ class Client:
             for again, each time after as long as the service says; default: it is not.
         unfinished: a file of this program alone, for jobs with `detach`. Where it ended before such
             a job did, the same request joins that job.
+        box: the one of several boxes behind a proxy that all calls are for, as `box_of` has told
+            it; default: each call goes to the box that has its model, or what it names.
         """
         line = Line(
             endpoint,
@@ -134,10 +136,11 @@ class Client:
             fingerprint,
             certificate,
             certificate_key,
+            box,
         )
         self.endpoint = line.endpoint
         self.client_id = client_id_of(client_id)
-        self._metadata = line.metadata
+        self._line = line
         self._retry_s = retry_s
         self._unfinished = Unfinished(unfinished) if unfinished is not None else None
         self._connection = Connection(line)
@@ -426,7 +429,8 @@ class Client:
         One of several tensors has `.arrays`, by their names.
         """
         request = message_of(generation_pb2.GetLatentRequest, latent_id=requests.latent_id(latent))
-        call = self._stubs.generation.GetLatent(request, timeout=timeout, metadata=self._metadata)
+        metadata = self._line.metadata(request)
+        call = self._stubs.generation.GetLatent(request, timeout=timeout, metadata=metadata)
         read = LatentReader()
         try:
             for chunk in call:
@@ -442,16 +446,22 @@ class Client:
         latent: Latent | NDArray[Any] | Mapping[str, NDArray[Any]],
         *,
         vae_id: str = "",
+        model: ModelLike | None = None,
+        box: str = "",
         timeout: float | None = None,
     ) -> LatentInfo:
         """Brings a latent to the service: one that was read, or an array and whose VAE it is of.
 
-        Tensors with names are a mapping of them to arrays.
+        Tensors with names are a mapping of them to arrays. Of several boxes behind a proxy it goes
+        to the one that has `model`, by which it is to be used, or to that with the name `box`.
         """
-        return mirror(
-            LatentInfo,
-            self._unary(self._connection.put_latent, chunks_of(latent, vae_id), timeout),
-        )
+        try:
+            info = self._connection.put_latent(
+                chunks_of(latent, vae_id), timeout, model=requests.model_id(model), box=box
+            )
+        except grpc.RpcError as error:
+            raise error_of(error, self.endpoint) from None
+        return mirror(LatentInfo, info)
 
     def release_latent(self, latent: str | LatentInfo, *, timeout: float | None = QUICK_S) -> bool:
         """Gives a latent up before its time. False: there was none, or it had expired.
@@ -473,6 +483,8 @@ class Client:
         format: VideoFormat | AudioTrackFormat | None = None,
         frames_per_second: float | None = None,
         sample_rate: int | None = None,
+        model: ModelLike | None = None,
+        box: str = "",
         timeout: float | None = None,
     ) -> MediaInfo:
         """Uploads a picture, a film or a track that jobs can start from, by `init_media=`.
@@ -483,15 +495,19 @@ class Client:
         of samples, int16 or floating with 1 as full scale, [samples, channels], with `sample_rate`.
 
         Raw frames and samples, in bytes or a file, need `format`. `media_type` overrides the type
-        that follows from the content or the ending of the file.
+        that follows from the content or the ending of the file. Of several boxes behind a proxy
+        they go to the one that has `model`, by which they are to be used, or to that with the name
+        `box`.
         """
         upload = upload_of(media, media_type, format, frames_per_second, sample_rate)
         try:
-            info = self._unary(self._connection.put_media, upload, timeout)
-        except MooredError:
+            info = self._connection.put_media(
+                upload, timeout, model=requests.model_id(model), box=box
+            )
+        except grpc.RpcError as error:
             if upload.failure is not None:
                 raise upload.failure from None
-            raise
+            raise error_of(error, self.endpoint) from None
         finally:
             upload.close()
         return mirror(MediaInfo, info)
@@ -772,6 +788,15 @@ class Client:
         evicted = tuple(mirror(FreedComponent, one) for one in made.evicted)
         return ReservedMemory(release, made.reservation_id, made.bytes, made.card, evicted)
 
+    def box_of(self, what: str | LatentInfo | MediaInfo) -> str:
+        """The box that has a job, a latent, media, a hold or a reservation, by its id.
+
+        Of several behind a proxy, as this program has heard of it; empty: there is one alone, or
+        another program asked. For `box=` of a client: of one that fetches a job, or that loads and
+        pins at this box.
+        """
+        return self._connection.box_of(what if isinstance(what, str) else what.id)
+
     # Jobs and the service.
 
     def jobs(
@@ -842,7 +867,7 @@ class Client:
             call = watch(
                 requests.health_request(card),
                 timeout=left,
-                metadata=self._metadata,
+                metadata=self._line.metadata(),
                 wait_for_ready=True,
             )
             try:
@@ -877,9 +902,9 @@ class Client:
     def _stubs(self) -> Stubs:
         return self._connection.stubs
 
-    def _unary(self, method: Callable[..., T], request: object, timeout: float | None) -> T:
+    def _unary(self, method: Any, request: object, timeout: float | None) -> Any:
         try:
-            return method(request, timeout=timeout, metadata=self._metadata)
+            return self._connection.unary(method, request, timeout)
         except grpc.RpcError as error:
             raise error_of(error, self.endpoint) from None
 

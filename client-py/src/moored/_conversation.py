@@ -117,6 +117,8 @@ class Conversation:
             close = generation_pb2.CloseAudioSession()
             self.say(generation_pb2.StreamAudioRequest(close=close))
             self.closing = True
+            # Nothing follows. HAProxy drops the end of an answer whose question has not ended.
+            self.put(None)
             self.wake()  # what is read no longer waits for its reader
 
     def say_played(self, sample: int, *, by_hand: bool = False) -> None:

@@ -7,7 +7,7 @@ the first call waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
 import grpc.aio
@@ -46,9 +46,11 @@ class LateChannel:
     def unary_unary(self, path: str, *arguments: Any, **settings: Any) -> Callable[..., Any]:
         """A call of one message and one answer."""
 
-        async def call(request: Any, **of_call: Any) -> Any:
-            channel = await self.opened()
-            return await channel.unary_unary(path, *arguments, **settings)(request, **of_call)
+        def call(request: Any, **of_call: Any) -> LateAnswer:
+            def begin(channel: grpc.aio.Channel) -> Any:
+                return channel.unary_unary(path, *arguments, **settings)(request, **of_call)
+
+            return LateAnswer(self, begin)
 
         return call
 
@@ -85,6 +87,26 @@ def _of_threads(path: str) -> Callable[..., Any]:
     return call
 
 
+class LateAnswer:
+    """A call of one answer, begun where that is waited for."""
+
+    def __init__(self, channel: LateChannel, begin: Callable[[grpc.aio.Channel], Any]) -> None:
+        self._channel = channel
+        self._begin = begin
+        self._call: Any = None
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        self._call = self._begin(await self._channel.opened())
+        return await self._call
+
+    async def initial_metadata(self) -> Any:
+        """The headers of the answer, once that is there."""
+        return await self._call.initial_metadata()
+
+
 class LateStream:
     """A call with a stream of answers, begun where the first one is waited for."""
 
@@ -113,6 +135,10 @@ class LateStream:
     async def _answers(self) -> AsyncIterator[Any]:
         async for answer in await self._begun():
             yield answer
+
+    async def initial_metadata(self) -> Any:
+        """The headers of the answers."""
+        return await (await self._begun()).initial_metadata()
 
     def cancelled(self) -> bool:
         """Whether it was cancelled."""

@@ -343,6 +343,12 @@ class SessionOptions(QueueOptions, total=False):
     ]
 
 
+def model_id(model: ModelLike | None) -> str:
+    """The name of a model; empty for none."""
+    message = model_of(model)
+    return message.id.partition("+")[0] if message is not None else ""
+
+
 def model_of(model: ModelLike | None) -> model_pb2.ModelRef | None:
     """A model's name as a message; None for none."""
     if model is None:

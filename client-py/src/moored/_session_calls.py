@@ -44,6 +44,8 @@ class _SessionCall(Conversation):
         self.changed = threading.Condition(threading.RLock())
         self.outbox = Outbox()
         self.process = Process()
+        self.opening = request
+        self.heard: Callable[[Any, Any, Any], None] = lambda call, message, opening: None
         super().__init__(endpoint, request)
 
     def put(self, message: generation_pb2.StreamAudioRequest | None) -> None:
@@ -74,6 +76,7 @@ def _read(conversation: _SessionCall) -> None:
     changed, end = conversation.changed, None
     try:
         for message in conversation.call:
+            conversation.heard(conversation.call, message, conversation.opening)
             with changed:
                 conversation.hear(message)
                 while conversation.is_full:
@@ -89,7 +92,8 @@ class SessionCall(_SessionCall):
 
     def begin(self, connection: Connection) -> None:
         """Begins it."""
-        self.read(begun(connection.stream_audio, self.outbox))
+        self.heard = connection.heard_of_session
+        self.read(begun(connection.stream_audio, self.outbox, opening=self.opening))
 
     def until(
         self, there: Callable[[], T | None], timeout: float | None = None, late: str = ""
@@ -140,7 +144,8 @@ class AsyncSessionCall(_SessionCall):
     def begin(self, connection: AsyncConnection) -> None:
         """Begins it."""
         connection.drop_at_close(self)
-        self.read(connection.stream_audio(self.outbox))
+        self.heard = connection.heard_of_session
+        self.read(connection.stream_audio(self.outbox, self.opening))
 
     async def until(
         self, there: Callable[[], T | None], timeout: float | None = None, late: str = ""

@@ -86,7 +86,9 @@ class Segment:
 
 
 class _PutMedia(Protocol):
-    def __call__(self, media: MediaInput, *, sample_rate: int | None) -> MediaInfo: ...
+    def __call__(
+        self, media: MediaInput, *, sample_rate: int | None, model: str, box: str
+    ) -> MediaInfo: ...
 
 
 class AudioSession:
@@ -272,5 +274,13 @@ class AudioSession:
             return ""
         if _conversation.is_in_service(source):
             return requests.media_id(source, "source")  # type: ignore[arg-type]
-        info = self._put_media(source, sample_rate=sample_rate)  # type: ignore[arg-type]
+        # Where the session is, once it is open: a box knows nothing of another one's media.
+        opened = self._conversation.opened if self._conversation is not None else None
+        box = self._connection.box_of(opened.session_id) if opened is not None else ""
+        info = self._put_media(
+            source,  # type: ignore[arg-type]
+            sample_rate=sample_rate,
+            model=self._request.model.id,
+            box=box,
+        )
         return info.id

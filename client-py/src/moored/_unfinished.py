@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ._boxes import Boxes, boxes_of
+
 VERSION = 1
 # For longer the service keeps no results, unless it is set to.
 KEPT_S = 7 * 24 * 3600.0
@@ -41,18 +43,20 @@ class Unfinished:
         with _LOCK:
             jobs = self._read()
             if what not in jobs:
-                jobs[what] = {"key": secrets.token_hex(16), "job": ""}
+                jobs[what] = {"key": secrets.token_hex(16), "job": "", "box": ""}
             jobs[what]["at"] = time.time()
             self._write(jobs)
         request.options.idempotency_key = jobs[what]["key"]
-        return Note(self, what)
+        boxes = boxes_of(endpoint)
+        boxes.remember(jobs[what]["box"], jobs[what]["key"], jobs[what]["job"])
+        return Note(self, what, boxes)
 
-    def accepted(self, what: str, job_id: str) -> None:
-        """Notes the job's id, by which it may be cancelled."""
+    def accepted(self, what: str, job_id: str, box: str) -> None:
+        """Notes the job's id, by which it may be cancelled, and the box that has it."""
         with _LOCK:
             jobs = self._read()
             if what in jobs and jobs[what]["job"] != job_id:
-                jobs[what]["job"] = job_id
+                jobs[what] |= {"job": job_id, "box": box}
                 self._write(jobs)
 
     def forget(self, what: str) -> None:
@@ -78,7 +82,12 @@ class Unfinished:
                 return {}
             begun = time.time() - KEPT_S
             return {
-                what: {"key": str(job["key"]), "job": str(job["job"]), "at": float(job["at"])}
+                what: {
+                    "key": str(job["key"]),
+                    "job": str(job["job"]),
+                    "box": str(job.get("box", "")),
+                    "at": float(job["at"]),
+                }
                 for what, job in read["jobs"].items()
                 if float(job["at"]) > begun
             }
@@ -105,13 +114,14 @@ class Unfinished:
 class Note:
     """An unfinished job, as its stream knows it."""
 
-    def __init__(self, unfinished: Unfinished, what: str) -> None:
+    def __init__(self, unfinished: Unfinished, what: str, boxes: Boxes) -> None:
         self._unfinished = unfinished
         self._what = what
+        self._boxes = boxes
 
     def accepted(self, job_id: str) -> None:
         """The service has the job."""
-        self._unfinished.accepted(self._what, job_id)
+        self._unfinished.accepted(self._what, job_id, self._boxes.of(job_id))
 
     def ended(self) -> None:
         """Its end was received, or its id: the same request is a new job."""
