@@ -62,7 +62,7 @@ def fits(value: Any, kind: str, options: dict[str, Any]) -> bool:
 
 def test_there_are_examples_for_what_people_begin_with() -> None:
     pictures = {"text_to_image", "image_to_image", "inpaint", "control_net", "lora"}
-    pictures |= {"kontext_edit", "klein_edit"}
+    pictures |= {"kontext_edit", "klein_edit", "qwen_image", "qwen_edit", "sdxl"}
     films = {"first_film", "text_to_video", "image_to_video"}
     films |= {"between_two_pictures", "film_with_sound"}
     music = {"first_music", "text_to_music", "repaint_music", "cover_music"}
