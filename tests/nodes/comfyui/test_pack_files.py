@@ -158,9 +158,13 @@ def test_a_language_has_every_text(language: str) -> None:
     settings = load(LOCALES / language / "settings.json")
     script = (PACK / "web/moored.js").read_text(encoding="utf-8")
     ids = re.findall(r'id: "(moored\.\w+)"', script)
-    assert len(ids) == 4
+    assert len(ids) == 5
     assert settings.keys() == {each.replace(".", "_") for each in ids}
-    assert all(one.keys() == {"name", "tooltip"} for one in settings.values())
+    named = load(LOCALES / "en/settings.json")
+    assert shape(settings) == shape(named)
+    assert all(one.keys() - {"options"} == {"name", "tooltip"} for one in settings.values())
+    for option in named["moored_start_service"]["options"]:
+        assert f'"{option}"' in script
     for name in ("main.json", "nodeDefs.json", "settings.json"):
         assert all(text.strip() for text in leaves(load(LOCALES / language / name)))
 
