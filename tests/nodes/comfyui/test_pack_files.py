@@ -169,5 +169,34 @@ def test_a_language_has_every_text(language: str) -> None:
         assert all(text.strip() for text in leaves(load(LOCALES / language / name)))
 
 
+def test_the_pack_says_what_the_registry_asks_for() -> None:
+    """As the registry's specification has it; `scripts/packs` has its own program look, and adds addresses."""
+    about = tomllib.loads((PACK / "pyproject.toml").read_text(encoding="utf-8"))
+    project, comfy = about["project"], about["tool"]["comfy"]
+    assert re.fullmatch(r"[a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*", project["name"])
+    assert re.fullmatch(r"\d+\.\d+\.\d+", project["version"])
+    assert project["license"] == {"file": "LICENSE"}
+    assert (PACK / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert all(
+        one.startswith(("Operating System :: ", "Environment :: "))
+        for one in project["classifiers"]
+    )
+    wanted = (PACK / "requirements.txt").read_text(encoding="utf-8").split()
+    assert wanted == project["dependencies"], "ComfyUI-Manager installs those"
+    assert comfy["PublisherId"]
+    assert comfy["DisplayName"]
+    assert re.fullmatch(r">=\d+\.\d+\.\d+", comfy["requires-comfyui"])
+    script = (ROOT / "scripts/packs").read_text(encoding="utf-8")
+    for field, name, (width, height) in (
+        ("Icon", "icon.svg", (1, 1)),
+        ("Banner", "banner.svg", (21, 9)),
+    ):
+        assert comfy[field] == ""
+        assert f"nodes/comfyui/{name}" in script
+        head = re.search(r'viewBox="0 0 (\d+) (\d+)"', (PACK / name).read_text())
+        assert head
+        assert int(head[1]) * height == int(head[2]) * width, "the registry's shape"
+
+
 def test_there_is_more_than_english() -> None:
     assert len(LANGUAGES) > 1

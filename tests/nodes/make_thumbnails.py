@@ -1,13 +1,14 @@
-"""Draws the thumbnails of examples whose models are too large to make a picture for them: their nodes.
+"""Draws thumbnails of example workflows whose models are too large to make a picture for them: their nodes.
 
-    python tests/nodes/comfyui/make_thumbnails.py NAME...
+    python tests/nodes/make_thumbnails.py WORKFLOW...
 
-writes `example_workflows/NAME.jpg` for each.
+writes beside each workflow, of either pack, a JPEG by its name.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "nodes/comfyui/example_workflows"
 BOX = (168, 84)
 GAP = (44, 28)
 MARGIN = 22
@@ -23,15 +23,14 @@ INK, FAINT = "#1a1a1a", "#777777"
 # Fill and border: of the nodes of this pack, and of ComfyUI's own.
 OURS, OTHERS = ("#ebf3fc", "#2f7ebc"), ("#f2f2f2", "#8c8c8c")
 LINE = "#2f7ebc"
-SHOWN = ("prompt", "model", "image", "lora")
+SHOWN = ("prompt", "model", "image", "lora", "gpu_device")
 """Values that a box shows: the first that its node has."""
 
 
 def words_of(node: dict[str, Any]) -> tuple[str, str]:
     """The title of a node, and what is set on it."""
     title = node["type"].removeprefix("Moored")
-    title = "".join(f" {one}" if one.isupper() else one for one in title).strip()
-    title = title.replace(" To ", " to ")
+    title = " ".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z][a-z]+", title)).replace(" To ", " to ")
     values = node.get("widgets_values_named") or {}
     return title, next((str(values[name]) for name in SHOWN if values.get(name)), "")
 
@@ -86,18 +85,47 @@ def drawn(workflow: dict[str, Any]) -> Image.Image:
         title, value = words_of(node)
         draw.text((left + 9, top + 6), title, INK, bold)
         value = value.replace("/", "/ ") if "/" in value else value
-        lines = textwrap.wrap(value, 28, max_lines=3, placeholder=" …")
+        lines = textwrap.wrap(value, 26, max_lines=3, placeholder=" …")
         draw.multiline_text((left + 9, top + 29), "\n".join(lines), FAINT, plain, spacing=3)
     return image
+
+
+def comfyui(file: Path) -> dict[str, Any]:
+    """A workflow of ComfyUI."""
+    workflow: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return workflow
+
+
+def griptape(file: Path) -> dict[str, Any]:
+    """A workflow of Griptape Nodes, in the form of ComfyUI's; lines that order runs are left out."""
+    text = file.read_text(encoding="utf-8")
+    nodes: dict[str, dict[str, Any]] = {}
+    made = r'(node\d+)_name = .*?node_type="(\w+)".*?"y": (-?[\d.]+)'
+    for number, (name, kind, y) in enumerate(re.findall(made, text, re.DOTALL)):
+        nodes[name] = {"id": number, "type": kind, "pos": [0, float(y)], "widgets_values_named": {}}
+    set_ = r'parameter_name="(\w+)",\s+node_name=(node\d+)_name,\s+value=(".*?"|[^,]+),\n'
+    for parameter, name, value in re.findall(set_, text):
+        if value.startswith('"'):
+            nodes[name]["widgets_values_named"][parameter] = json.loads(value)
+    line = (
+        r'source_node_name=(node\d+)_name,\s+source_parameter_name="(\w+)",\s+'
+        r"target_node_name=(node\d+)_name"
+    )
+    links: list[list[Any]] = []
+    for source, parameter, target in re.findall(line, text):
+        if parameter != "exec_out":
+            into = sum(1 for link in links if link[3] == nodes[target]["id"])
+            links.append([len(links), nodes[source]["id"], 0, nodes[target]["id"], into, ""])
+    return {"nodes": list(nodes.values()), "links": links}
 
 
 def main() -> None:
     """Writes them."""
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    for name in sys.argv[1:]:
-        workflow = json.loads((EXAMPLES / f"{name}.json").read_text(encoding="utf-8"))
-        drawn(workflow).save(EXAMPLES / f"{name}.jpg", quality=90, optimize=True)
+    for file in map(Path, sys.argv[1:]):
+        workflow = griptape(file) if file.suffix == ".py" else comfyui(file)
+        drawn(workflow).save(file.with_suffix(".jpg"), quality=90, optimize=True)
 
 
 if __name__ == "__main__":
