@@ -170,7 +170,7 @@ def test_a_language_has_every_text(language: str) -> None:
 
 
 def test_the_pack_says_what_the_registry_asks_for() -> None:
-    """As the registry's specification has it; `scripts/packs` has its own program look, and adds addresses."""
+    """By the registry's specification. `scripts/packs` has its own program look, and adds addresses."""
     about = tomllib.loads((PACK / "pyproject.toml").read_text(encoding="utf-8"))
     project, comfy = about["project"], about["tool"]["comfy"]
     assert re.fullmatch(r"[a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*", project["name"])

@@ -1,4 +1,4 @@
-"""What the library's manifest declares of models: those that have a short name, their licences, and who offers them.
+"""What the library's manifest declares of models: those with a short name, their licences, who offers them.
 
     python tests/nodes/griptape/declared_models.py --write
 
