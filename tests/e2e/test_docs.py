@@ -3,11 +3,11 @@
 A block of commands is fenced by ```sh and runs here as it stands, in a folder with a few files, against a
 service with tiny models that have the names of the documents. A block that needs more says what, after `sh`:
 
-    needs=hub       the internet, for a model or a package
-    needs=build     a compiler, and minutes
+    needs=hub       models of a hub: it runs against a stand-in of one
+    needs=build     a compiler, or packages of an index
     needs=machine   another machine, or that this one is changed
 
-Its commands are read by the program's own parser, and do not run. Blocks of Python, JSON and TOML
+Commands of the last two are read by the program's own parser, and do not run. Blocks of Python, JSON and TOML
 are read, and run, by the same rule.
 """
 
@@ -27,7 +27,9 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from hub import Hub, Repository, files_of
 from PIL import Image
+from test_first_hour import framepack_repositories
 from tiny_models import FIXTURES, film_models, picture_models
 
 from service import BINARY, INSTANT_MODELS, ROOT, Service, clean_environment, run
@@ -188,6 +190,26 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     service.kill()
 
 
+@pytest.fixture(scope="module")
+def with_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Service, dict[str, str]]]:
+    """A service whose hub has models by the names of the documents, and its environment."""
+    folder = tmp_path_factory.mktemp("hub")
+    model = files_of(ROOT / "demo/model")
+    lora = (ROOT / "demo/adapters/circle-to-star.safetensors").read_bytes()
+    files = {"file.gguf": b"GGUF", "styles/ink.safetensors": lora}
+    with Hub() as hub:
+        for name in ("Tongyi-MAI/Z-Image-Turbo", "black-forest-labs/FLUX.1-schnell"):
+            hub.repositories[name] = Repository(model)
+        hub.repositories["owner/name"] = Repository(model | files)
+        hub.repositories |= framepack_repositories()
+        environment = hub.environment(folder / "home")
+        service = Service(state=folder / "state", environment=environment)
+        with service.client():
+            pass
+        yield service, environment
+        service.kill()
+
+
 @pytest.fixture
 def folder(tmp_path: Path, service: Service) -> Path:
     """A folder with the files that the documents start from."""
@@ -205,9 +227,11 @@ def folder(tmp_path: Path, service: Service) -> Path:
     return tmp_path
 
 
-def environment(folder: Path, service: Service) -> dict[str, str]:
-    """One in which `moored` is the program, and asks this service."""
-    return clean_environment() | {
+def environment(
+    folder: Path, service: Service, own: dict[str, str] | None = None
+) -> dict[str, str]:
+    """One in which `moored` is the program, and asks this service; `own` is that of the service."""
+    return (own or clean_environment()) | {
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "HOME": str(folder / "home"),
         "PROGRAM": str(BINARY),
@@ -215,12 +239,20 @@ def environment(folder: Path, service: Service) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("block", [one for one in blocks("sh") if not one.needs], ids=str)
-def test_a_block_of_commands_runs(block: Block, folder: Path, service: Service) -> None:
+@pytest.mark.parametrize("block", blocks("sh"), ids=str)
+def test_a_block_of_commands_runs(
+    block: Block, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    if block.needs not in ("", "hub"):
+        return
+    if block.needs:
+        service, own = request.getfixturevalue("with_hub")
+    else:
+        service, own = request.getfixturevalue("service"), None
     done = subprocess.run(
         ["bash", "-euxo", "pipefail", "-c", block.text],
         cwd=folder,
-        env=environment(folder, service),
+        env=environment(folder, service, own),
         capture_output=True,
         text=True,
         timeout=120,
