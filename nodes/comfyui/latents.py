@@ -132,7 +132,7 @@ async def _bring(display: Display, target: Target, model: ModelRecipe, recipe: B
     array = np.frombuffer(recipe.data, dtype="<f4").reshape(recipe.shape)
 
     async def work(client: moored.AsyncClient, deliver: Deliver) -> str:
-        return (await client.put_latent(array, vae_id=vae_id)).id
+        return (await client.put_latent(array, vae_id=vae_id, model=model.ref)).id
 
     return await attend(display, target, work, lambda name: claims.release(target, [name]))
 

@@ -174,7 +174,9 @@ async def _played(
     async def bring(client: moored.AsyncClient, deliver: Deliver) -> dict[str, Any]:
         media: dict[str, Any] = {}
         for option, (samples, rate) in sounds.items():
-            info = await client.put_media(samples, sample_rate=rate)
+            # Of several boxes, all of a request is at the one that is to have its model.
+            box = client.box_of(brought[0]) if brought else ""
+            info = await client.put_media(samples, sample_rate=rate, model=recipe.ref, box=box)
             brought.append(info.id)
             media[option] = info.id
         return media

@@ -155,8 +155,12 @@ class MooredGenerateAudio(GeneratingNode):
             given = self.get_parameter_value(name)
             if given and option not in self._brought:
                 data = await asyncio.to_thread(file_data, given)
+                # Of several boxes, all of a request is at the one that is to have its model.
+                box = next((client.box_of(one) for one in self._brought.values()), "")
                 try:
-                    self._brought[option] = await client.put_media(data)
+                    self._brought[option] = await client.put_media(
+                        data, model=self._handle.ref, box=box
+                    )
                 except (ValueError, moored.InvalidRequest) as error:
                     raise ValueError(f"The {name} cannot be taken: {error}") from error
         return dict(self._brought)
