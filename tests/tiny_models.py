@@ -23,20 +23,14 @@ def film_models(models: Path) -> None:
 
 
 def picture_models(models: Path) -> None:
-    """Adds `plain`, a FLUX.1, `kontext`, which edits a picture, `klein`, which edits several, `qwen` and
-    `qwen-edit`, which edits several too, and `sdxl`, which has several samplers.
+    """Adds `plain`, a FLUX.1, `kontext`, which edits a picture, `klein`, which edits several, `qwen`, and
+    `sdxl`, which has several samplers.
     """
     for name in ("plain", "kontext"):
         shutil.copytree(FIXTURES / "flux-tiny", models / name)
     shutil.copytree(FIXTURES / "flux-kontext-tiny", models / "kontext", dirs_exist_ok=True)
     shutil.copytree(FIXTURES / "flux2-tiny", models / "klein")
     shutil.copytree(FIXTURES / "sdxl-tiny", models / "sdxl")
-    for name, pipeline in (
-        ("qwen", "QwenImagePipeline"),
-        ("qwen-edit", "QwenImageEditPlusPipeline"),
-    ):
-        for part in ("qwen-image-tiny", "qwen-vl-tiny"):
-            shutil.copytree(FIXTURES / part, models / name, dirs_exist_ok=True)
-        shutil.rmtree(models / name / "expected")
-        index = models / name / "model_index.json"
-        index.write_text(index.read_text("utf-8").replace("QwenImagePipeline", pipeline), "utf-8")
+    for part in ("qwen-image-tiny", "qwen-vl-tiny"):
+        shutil.copytree(FIXTURES / part, models / "qwen", dirs_exist_ok=True)
+    shutil.rmtree(models / "qwen/expected")

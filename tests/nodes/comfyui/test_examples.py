@@ -30,7 +30,8 @@ IN_PLACE_OF = {
     "black-forest-labs/FLUX.1-Kontext-dev": "kontext",
     "black-forest-labs/FLUX.2-klein-4B": "klein",
     "Qwen/Qwen-Image": "qwen",
-    "Qwen/Qwen-Image-Edit-2511": "qwen-edit",
+    # A tiny Qwen-Image-Edit would scale each picture to a megapixel.
+    "Qwen/Qwen-Image-Edit-2511": "klein",
     "stabilityai/stable-diffusion-xl-base-1.0": "sdxl",
 }
 """Models that are small, by those that the examples name; what is not here is used as it is."""
@@ -88,7 +89,7 @@ def prompt_of(example: Path, endpoint: str) -> Prompt:
         kind = SHOWS.get(node["type"], node["type"])
         inputs = dict(node.get("widgets_values_named") or {})
         inputs |= {name: few for name, few in FEW.items() if name in inputs}
-        if inputs.get("width"):
+        if node["type"] == "MooredTextToImage":
             inputs |= {"width": SIDE, "height": SIDE}
         if node["type"] == "MooredTextToVideo":
             inputs |= {"width": 64, "height": 64, "frames": 5}
