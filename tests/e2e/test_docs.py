@@ -54,7 +54,8 @@ PLAYS = {
 """Models that compute nothing, by the names that the documents use."""
 TINY = {
     "owner/name": "plain",
-    "black-forest-labs/FLUX.1-Kontext-dev": "kontext",
+    # A Kontext would scale each picture to a megapixel.
+    "black-forest-labs/FLUX.1-Kontext-dev": "klein",
     "black-forest-labs/FLUX.1-Fill-dev": "fill",
     "black-forest-labs/FLUX.2-klein-4B": "klein",
     "lllyasviel/FramePackI2V_HY": "framepack",
