@@ -4,6 +4,7 @@
 mod adapter;
 mod arguments;
 mod available;
+mod boxes;
 mod cards;
 mod connection;
 mod demo;
