@@ -1,5 +1,11 @@
 # syntax=docker/dockerfile:1
-# moored on the CPU, with the models of demo/ inside. See docker-compose.yml for how it is run.
+# moored with the models of demo/ inside. See docker-compose.yml for how it is run.
+#
+#   docker build .                        on the CPU
+#   docker build --target cuda .          for NVIDIA cards, from 8.0 (Ampere) on
+#
+# scripts/release makes the stage `cpu` without a container engine.
+ARG BASE=debian:bookworm-slim
 
 FROM rust:1-bookworm AS builder
 WORKDIR /source
@@ -11,12 +17,25 @@ RUN --mount=type=cache,target=/usr/local/cargo/registry \
     cargo build --release --locked --package moored \
     && install -D target/release/moored /out/moored
 
-FROM debian:bookworm-slim
+FROM rust:1-bookworm AS builder-cuda
+RUN apt-get update && apt-get install -y --no-install-recommends python3-venv && rm -rf /var/lib/apt/lists/*
+WORKDIR /source
+COPY Cargo.toml Cargo.lock ./
+COPY proto proto
+COPY scripts scripts
+COPY service service
+RUN --mount=type=cache,target=/usr/local/cargo/registry \
+    --mount=type=cache,target=/root/.cache/moored \
+    --mount=type=cache,target=/source/target \
+    eval "$(scripts/cuda-environment)" \
+    && cargo build --release --locked --package moored --features cuda \
+    && install -D target/release/moored /out/moored
+
+FROM ${BASE} AS run
 # /var/lib/moored keeps locks, the hashes of model files, and models that are pulled from a hub; /models is where others are
 # looked for.
-RUN useradd --system --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin moored \
+RUN useradd --uid 10001 --user-group --no-create-home --shell /usr/sbin/nologin moored \
     && install -d -o moored -g moored /var/lib/moored /models
-COPY --from=builder /out/moored /usr/local/bin/moored
 # The program finds `demo/` in the folder that it is started in (WORKDIR).
 COPY demo/model /usr/share/moored/demo/model
 COPY demo/film/model /usr/share/moored/demo/film/model
@@ -35,8 +54,24 @@ ENV MOORED_SERVICE_LISTEN=0.0.0.0:50051 \
     MOORED_MODELS_FOLDERS=/models \
     MOORED_HUB_CACHE=/var/lib/moored/hub
 
-USER moored
 EXPOSE 50051
 # The first SIGTERM drains: jobs that run may finish within service.drain.
 STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=30s CMD ["moored", "status", "--json"]
 ENTRYPOINT ["moored", "serve"]
+
+FROM run AS cuda
+# NVIDIA's libraries as its wheels have them, of the versions that the wheel moored-service asks for.
+RUN apt-get update && apt-get install -y --no-install-recommends python3-pip \
+    && pip install --no-cache-dir --break-system-packages --target /opt/nvidia 'nvidia-cublas>=13.0,<14' 'nvidia-cuda-nvrtc>=13.0,<14' \
+       'nvidia-cuda-runtime>=13.0,<14' 'nvidia-cudnn-cu13>=9.13.1,<10' 'nvidia-curand>=10.4,<11' \
+    && apt-get purge -y --auto-remove python3-pip && rm -rf /var/lib/apt/lists/*
+ENV LD_LIBRARY_PATH=/opt/nvidia/nvidia/cu13/lib:/opt/nvidia/nvidia/cudnn/lib \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=builder-cuda /out/moored /usr/local/bin/moored
+USER moored
+
+FROM run AS cpu
+COPY --from=builder /out/moored /usr/local/bin/moored
+USER moored

@@ -23,8 +23,14 @@ def film_models(models: Path) -> None:
 
 
 def picture_models(models: Path) -> None:
-    """Adds `plain`, a FLUX.1, `kontext`, which edits a picture, and `klein`, which edits several."""
+    """Adds `plain`, a FLUX.1, `kontext`, which edits a picture, `klein`, which edits several, `qwen`, and
+    `sdxl`, which has several samplers.
+    """
     for name in ("plain", "kontext"):
         shutil.copytree(FIXTURES / "flux-tiny", models / name)
     shutil.copytree(FIXTURES / "flux-kontext-tiny", models / "kontext", dirs_exist_ok=True)
     shutil.copytree(FIXTURES / "flux2-tiny", models / "klein")
+    shutil.copytree(FIXTURES / "sdxl-tiny", models / "sdxl")
+    for part in ("qwen-image-tiny", "qwen-vl-tiny"):
+        shutil.copytree(FIXTURES / part, models / "qwen", dirs_exist_ok=True)
+    shutil.rmtree(models / "qwen/expected")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import pytest
@@ -44,16 +45,27 @@ def test_a_field_has_its_words_and_its_range() -> None:
     )
     assert (found["guidance"].least, found["guidance"].most) == (0, 1000)
     assert "true_guidance" in found["negative_prompt"].words
-    assert {"prompt", "model", "mask", "output", "priority"}.isdisjoint(found)
+    assert {"prompt", "model", "mask", "references", "init_latent"}.isdisjoint(found)
+
+
+def test_a_choice_has_its_names_and_one_for_the_model() -> None:
+    sampler = fields(moored.ImageOptions)["sampler"]
+    assert (sampler.kind, sampler.left_open) == ("choice", "default")
+    assert sampler.names == typing.get_args(moored.Sampler)
+    assert sampler.left_open not in sampler.names
+    assert "sampler" not in fields(moored.VideoOptions)
 
 
 def test_forms_ask_in_one_way_for_how_a_result_is_sampled() -> None:
     sampling = {"steps", "guidance", "max_sequence_length", "negative_prompt", "true_guidance"}
     others = {"seed", "count", "strength", "width", "frames", "lyrics", "bpm", "card"}
+    others |= {"output", "priority", "task"}
     for options in (moored.ImageOptions, moored.VideoOptions, moored.AudioOptions):
         found = {field.option for field in moored.sampling_fields(options)}
         assert sampling <= found
         assert not others & found
+    images = {field.option for field in moored.sampling_fields(moored.ImageOptions)}
+    assert images == sampling | {"sampler"}
     tooltip = fields(moored.ImageOptions)["true_guidance"].tooltip
     assert "negative_prompt" in tooltip
     assert not {"`", "Default"} & {*tooltip, *tooltip.split()}
@@ -66,6 +78,9 @@ def test_forms_ask_in_one_way_for_how_a_result_is_sampled() -> None:
         ({"steps": None, "guidance": "", "negative_prompt": " \n", "true_guidance": None}, {}),
         ({"guidance": 0.0, "keep_latent": False}, {"guidance": 0.0}),
         ({"steps": 4, "keep_latent": True, "node": 7}, {"steps": 4, "keep_latent": True}),
+        ({"sampler": "default"}, {}),
+        ({"sampler": ""}, {}),
+        ({"sampler": "euler_ancestral"}, {"sampler": "euler_ancestral"}),
         ({"negative_prompt": "blurred"}, {"negative_prompt": "blurred"}),
         ({"true_guidance": 4.0}, {"true_guidance": 4.0, "negative_prompt": ""}),
         ({"true_guidance": 1.0}, {"true_guidance": 1.0}),

@@ -310,7 +310,7 @@ def test_signatures_and_help_have_every_option(
         ("num_images_per_prompt", "write count="),
         ("generator", "write seed="),
         ("true_cfg_scale", "write true_guidance=.*negative_prompt"),
-        ("image", "write init_image=.*Kontext references="),
+        ("image", "write init_image=.*that edit references="),
         ("mask_image", "write mask="),
         ("controlnet", "write controls="),
         ("control_image", "write controls="),

@@ -26,6 +26,9 @@ T = TypeVar("T")
 ENDPOINT_SETTING = "moored.endpoint"
 TOKEN_FILE_SETTING = "moored.token_file"
 UNLOAD_OWN_MODELS_SETTING = "moored.unload_own_models"
+START_SETTING = "moored.start_service"
+# What it may be; any other value, and none, is the first.
+WHILE_COMFYUI_RUNS, KEEP, NEVER = "while ComfyUI runs", "keep it running", "never"
 
 # The folder of ComfyUI's user directory that token files named in the settings lie in.
 TOKEN_FOLDER = "moored"
@@ -96,6 +99,22 @@ def is_on_this_machine(target: Target) -> bool:
 def unloads_own_models() -> bool:
     """Whether ComfyUI unloads its own models for a job that waits for their memory: so by default."""
     return _settings().get(UNLOAD_OWN_MODELS_SETTING) is not False
+
+
+def is_left_open(target: Target) -> bool:
+    """Whether it is the usual service, and neither the settings nor the environment name one."""
+    named = str(_settings().get(ENDPOINT_SETTING) or "").strip() or os.environ.get(
+        "MOORED_ENDPOINT"
+    )
+    return not named and target.endpoint == _address("")
+
+
+def start_setting() -> str | None:
+    """How a service is started where none answers; None: it is not."""
+    chosen = _settings().get(START_SETTING)
+    if chosen == NEVER:
+        return None
+    return KEEP if chosen == KEEP else WHILE_COMFYUI_RUNS
 
 
 async def run(work: Callable[[moored.AsyncClient], Awaitable[T]], target: Target) -> T:

@@ -12,7 +12,7 @@ import comfy.model_management
 import comfy.utils
 import moored
 
-from . import claims, connection, own_models
+from . import claims, connection, local_service, own_models
 from .connection import Target
 from .handles import ModelRecipe
 from .node_text import show_on
@@ -30,7 +30,7 @@ INTERRUPT_POLL_S = 0.1
 PREVIEW_SIDE = 512
 
 Deliver = Callable[[Any], None]
-"""Takes an event from the pack's thread to the node."""
+"""Takes an event, or a text to show, from the pack's thread to the node."""
 
 
 class Display:
@@ -128,6 +128,7 @@ async def attend(
     results: list[T] = []
 
     async def noted(client: moored.AsyncClient) -> None:
+        await local_service.started(target, deliver)
         results.append(await work(client, deliver))
 
     async def undone() -> None:
@@ -221,7 +222,10 @@ def _without_own_models(display: Display, wait: moored.Waiting) -> None:
 
 def _shown(display: Display, event: Any) -> None:
     with _left_for_others():
-        display.show(event)
+        if isinstance(event, str):
+            display.say(event)
+        else:
+            display.show(event)
 
 
 @contextlib.contextmanager

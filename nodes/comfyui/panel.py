@@ -9,6 +9,7 @@
     POST /moored/unload   {"model": KEY, "force": BOOL}
     POST /moored/pin      {"model": KEY, "pinned": BOOL}
     POST /moored/cancel   {"job": ID}
+    POST /moored/start    {}: starts a service on this machine, where no address is set
 
 A browser speaks to ComfyUI's server alone; address and token of the service stay with it.
 """
@@ -26,7 +27,7 @@ from urllib.parse import urlsplit
 import moored
 from aiohttp import web
 
-from . import connection, snapshot
+from . import connection, local_service, snapshot
 
 T = TypeVar("T")
 
@@ -47,6 +48,11 @@ INTERVAL_S = 0.25
 
 BODY_AT_MOST_BYTES = 65_536
 
+NOT_HERE = (
+    "No service is started here: an address is set, or the settings say never, or moored-service is "
+    "not installed."
+)
+
 NO_STORE = {"Cache-Control": "no-store"}
 
 STATUS_OF: dict[type[Exception], int] = {
@@ -56,6 +62,7 @@ STATUS_OF: dict[type[Exception], int] = {
     moored.InUse: 409,
     moored.Deadline: 504,
     moored.ConnectionFailed: 503,
+    moored.NotStarted: 503,
     moored.CardNotReady: 503,
     moored.DiskNotReady: 503,
     moored.ShuttingDown: 503,
@@ -74,6 +81,7 @@ def register_routes(routes: web.RouteTableDef) -> None:
     routes.post("/moored/unload")(_unload)
     routes.post("/moored/pin")(_pin)
     routes.post("/moored/cancel")(_cancel)
+    routes.post("/moored/start")(_start)
 
 
 # Reading.
@@ -87,7 +95,7 @@ async def _status(request: web.Request) -> web.Response:
         endpoint = target.endpoint
         status = await _ask(lambda client: client.status(timeout=QUICK_S), target, QUICK_S)
     except (moored.MooredError, ValueError) as error:
-        return _answer(snapshot.unreachable(_sentence(error, endpoint), endpoint))
+        return _answer(await _unreachable(error, endpoint))
     return _answer(snapshot.reachable(status, endpoint))
 
 
@@ -177,7 +185,7 @@ async def _snapshots() -> AsyncGenerator[dict[str, Any] | None, None]:
                     else:
                         yield None if heard else snapshot.unreachable(_silence(endpoint), endpoint)
         except (moored.MooredError, ValueError) as error:
-            yield snapshot.unreachable(_sentence(error, endpoint), endpoint)
+            yield await _unreachable(error, endpoint)
             await asyncio.sleep(RETRY_S)
 
 
@@ -244,6 +252,20 @@ async def _cancel(request: web.Request) -> web.Response:
         return {"cancelled": await client.cancel(body["job"], timeout=QUICK_S)}
 
     return await _answer_of(work, QUICK_S)
+
+
+async def _start(request: web.Request) -> web.Response:
+    await _body(request, {})
+    endpoint = ""
+    try:
+        target = await _target()
+        endpoint = target.endpoint
+        if not await asyncio.to_thread(local_service.may_start, target):
+            raise moored.NotStarted(NOT_HERE)
+        await local_service.started(target)
+    except (moored.MooredError, ValueError) as error:
+        return _failed(error, endpoint)
+    return _answer({"endpoint": endpoint})
 
 
 async def _body(request: web.Request, fields: dict[str, type]) -> dict[str, Any]:
@@ -323,6 +345,15 @@ async def _ask(
         return await asyncio.wait_for(connection.run(work, target), timeout_s)
     except (asyncio.TimeoutError, TimeoutError):
         raise moored.Deadline(_silence(target.endpoint)) from None
+
+
+async def _unreachable(error: Exception, endpoint: str) -> dict[str, Any]:
+    """The snapshot of a service that does not answer, for this reason."""
+    is_down = isinstance(error, moored.ConnectionFailed) and error.cause in ("unreachable", "lost")
+    can_start = is_down and await asyncio.to_thread(
+        local_service.may_start, connection.Target(endpoint)
+    )
+    return snapshot.unreachable(_sentence(error, endpoint), endpoint, can_start)
 
 
 def _silence(endpoint: str) -> str:

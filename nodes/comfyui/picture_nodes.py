@@ -171,7 +171,8 @@ class EditImage(io.ComfyNode):
                     io.Image.Input(
                         f"image_{number}",
                         optional=True,
-                        tooltip="A further picture, for models that take several, as FLUX.2 klein. "
+                        tooltip=f"Picture {number} of those that the prompt is about: FLUX.2 klein takes all "
+                        "four, Qwen-Image-Edit (from 2509 on) three, FLUX.1 Kontext image alone. "
                         "Of a batch the first.",
                     )
                     for number in (2, 3, 4)

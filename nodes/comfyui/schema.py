@@ -90,6 +90,7 @@ def picture_inputs() -> list[io.Input]:
         *job_inputs(),
         *further_inputs(moored.ImageOptions, unfolded=("negative_prompt", "true_guidance")),
         detach_input(default=False),
+        *newer_inputs(moored.ImageOptions),
     ]
 
 
@@ -134,6 +135,7 @@ def film_inputs() -> list[io.Input]:
         *job_inputs(),
         *further_inputs(moored.VideoOptions),
         detach_input(default=True),
+        *newer_inputs(moored.VideoOptions),
     ]
 
 
@@ -183,12 +185,14 @@ def music_inputs() -> list[io.Input]:
         *job_inputs(),
         *further_inputs(moored.AudioOptions),
         detach_input(default=True),
+        *newer_inputs(moored.AudioOptions),
     ]
 
 
 # Those that have had their place since before: a workflow that is saved has its values by their places. All
-# others come last.
+# others come last, in the order in which they came to be.
 PLACED = ("steps", "guidance", "max_sequence_length")
+FURTHER = ("negative_prompt", "true_guidance")
 
 MAX_NUMBER = 1_000_000
 
@@ -197,6 +201,8 @@ def option_input(field: moored.OptionField, *, folded: bool, optional: bool = Fa
     """An option of the client as an input; the value that leaves it open is its default."""
     if field.kind == "text":
         left_open = "Empty: the model's default."
+    elif field.kind == "choice":
+        left_open = f"{field.left_open}: the model's own."
     else:
         left_open = f"{field.left_open}: the model's default."
     shared: dict[str, Any] = {
@@ -219,6 +225,11 @@ def option_input(field: moored.OptionField, *, folded: bool, optional: bool = Fa
             return io.Float.Input(
                 field.option, default=first, min=first, max=last, step=0.1, **shared
             )
+        case "choice":
+            open_ = str(field.left_open)
+            return io.Combo.Input(
+                field.option, options=[open_, *field.names], default=open_, **shared
+            )
 
 
 def placed_inputs(*options: str, folded: bool = False) -> list[io.Input]:
@@ -228,11 +239,20 @@ def placed_inputs(*options: str, folded: bool = False) -> list[io.Input]:
 
 
 def further_inputs(kind: type, unfolded: tuple[str, ...] = ()) -> list[io.Input]:
-    """Inputs of all other options of a medium. Nodes and prompts that are saved may lack them."""
+    """Inputs of further options of a medium. Nodes and prompts that are saved may lack them."""
     return [
         option_input(field, folded=field.option not in unfolded, optional=True)
         for field in moored.sampling_fields(kind)
-        if field.option not in PLACED
+        if field.option in FURTHER
+    ]
+
+
+def newer_inputs(kind: type) -> list[io.Input]:
+    """Inputs of all other options of a medium: of those that came to be since, and of what is new."""
+    return [
+        option_input(field, folded=True, optional=True)
+        for field in moored.sampling_fields(kind)
+        if field.option not in PLACED + FURTHER
     ]
 
 
@@ -288,7 +308,7 @@ def job_inputs() -> list[io.Input]:
 
 
 def detach_input(*, default: bool) -> io.Input:
-    """Whether a job goes on where ComfyUI ends before it. The last input: saved nodes lack it."""
+    """Whether a job goes on where ComfyUI ends before it. Saved nodes may lack it."""
     return io.Boolean.Input(
         "detach",
         default=default,

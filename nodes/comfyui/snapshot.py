@@ -30,10 +30,14 @@ def reachable(status: Status, endpoint: str) -> dict[str, Any]:
     }
 
 
-def unreachable(problem: str, endpoint: str) -> dict[str, Any]:
-    """The snapshot of a service that does not answer: `problem` is the one sentence that says what to do."""
+def unreachable(problem: str, endpoint: str, can_start: bool = False) -> dict[str, Any]:
+    """The snapshot of a service that does not answer: `problem` is the one sentence that says what to do.
+
+    `can_start`: whether this pack can start one.
+    """
     return {
         "reachable": False,
+        "can_start": can_start,
         "endpoint": endpoint,
         "problem": problem,
         "cards": [],

@@ -17,6 +17,7 @@ from typing import Any
 import jsonschema
 import moored
 import pytest
+import tomllib
 import yaml
 
 from service import BINARY, ROOT, START_TIMEOUT_S, ReservedPort, clean_environment, write_secret
@@ -105,21 +106,32 @@ def instructions() -> list[tuple[str, str]]:
     return [(word.upper(), rest) for word, rest in found]
 
 
-def final_stage() -> list[tuple[str, str]]:
-    """The instructions of the last stage, which makes the image."""
-    everything = instructions()
-    last = max(index for index, (word, _) in enumerate(everything) if word == "FROM")
-    return everything[last:]
+def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
+    """Each stage by its name: what it is from, and its instructions."""
+    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    for word, rest in instructions():
+        if word == "FROM":
+            base, _as, name = rest.split()
+            found[name] = (base, [])
+        elif found:
+            found[list(found)[-1]][1].append((word, rest))
+    return found
+
+
+def image(name: str = "cpu") -> list[tuple[str, str]]:
+    """The instructions that make an image: those of its stage after those of the stage that it is from."""
+    base, own = stages()[name]
+    return (image(base) if base in stages() else []) + own
 
 
 def value_of(instruction: str) -> str:
-    """The last value of this instruction in the final stage."""
-    return [rest for word, rest in final_stage() if word == instruction][-1]
+    """The last value of this instruction in the image."""
+    return [rest for word, rest in image() if word == instruction][-1]
 
 
 def image_environment() -> dict[str, str]:
     """ENV of the image."""
-    pairs = [shlex.split(rest) for word, rest in final_stage() if word == "ENV"]
+    pairs = [shlex.split(rest) for word, rest in image() if word == "ENV"]
     return dict(pair.split("=", 1) for group in pairs for pair in group)
 
 
@@ -137,30 +149,49 @@ def test_the_image_drains_on_its_stop_signal() -> None:
     assert json.loads(value_of("ENTRYPOINT")) == ["moored", "serve"]
 
 
-def test_the_image_runs_as_an_unprivileged_user() -> None:
-    user = value_of("USER")
-    assert user == "moored"
-    made = " ".join(rest for word, rest in final_stage() if word == "RUN")
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_the_image_runs_as_an_unprivileged_user(name: str) -> None:
+    words = image(name)
+    assert words[-1] == ("USER", "moored"), "nothing is done as root after the user has changed"
+    assert [rest for word, rest in words if word == "USER"] == ["moored"]
+    made = " ".join(rest for word, rest in words if word == "RUN")
     assert re.search(r"useradd .*--uid 10001 .*\bmoored\b", made)
-    assert f"install -d -o {user} -g {user} {STATE_PATH} {MODELS_PATH}" in made
-    # Nothing is done as root after the user has changed.
-    words = [word for word, _ in final_stage()]
-    assert set(words[words.index("USER") :]) <= {"USER", "EXPOSE", "STOPSIGNAL", "ENTRYPOINT"}
+    assert f"install -d -o moored -g moored {STATE_PATH} {MODELS_PATH}" in made
 
 
 def test_the_image_is_small_and_complete() -> None:
-    stages = [rest for word, rest in instructions() if word == "FROM"]
-    assert stages == ["rust:1-bookworm AS builder", "debian:bookworm-slim"]
-    copied = [rest.split() for word, rest in final_stage() if word == "COPY"]
-    assert ["--from=builder", "/out/moored", "/usr/local/bin/moored"] in copied
-    assert ["demo/model", f"{value_of('WORKDIR')}/demo/model"] in copied
+    assert {name: base for name, (base, _) in stages().items()} == {
+        "builder": "rust:1-bookworm",
+        "builder-cuda": "rust:1-bookworm",
+        "run": "${BASE}",
+        "cuda": "run",
+        "cpu": "run",
+    }
+    assert ("ARG", "BASE=debian:bookworm-slim") in instructions()
+    assert list(stages())[-1] == "cpu", "docker compose builds the last stage"
+    for name, builder in [("cpu", "builder"), ("cuda", "builder-cuda")]:
+        copied = [rest.split() for word, rest in image(name) if word == "COPY"]
+        assert [f"--from={builder}", "/out/moored", "/usr/local/bin/moored"] in copied
+        assert ["demo/model", f"{value_of('WORKDIR')}/demo/model"] in copied
+        built = " ".join(rest for word, rest in stages()[builder][1] if word == "RUN")
+        assert "cargo build --release --locked" in built
     assert (ROOT / "demo/model/model_index.json").is_file()
     for source in [rest.split()[:-1] for word, rest in instructions() if word == "COPY"]:
         for path in source:
             if not path.startswith("--") and not path.startswith("/"):
                 assert (ROOT / path).exists(), path
-    built = " ".join(rest for word, rest in instructions() if word == "RUN")
-    assert "cargo build --release --locked" in built
+
+
+def test_the_image_for_nvidia_cards_has_the_libraries_of_the_wheel() -> None:
+    wheel = tomllib.loads((ROOT / "service/moored/pyproject.toml").read_text(encoding="utf-8"))
+    asked = wheel["project"]["optional-dependencies"]["cuda"]
+    installed = " ".join(rest for word, rest in stages()["cuda"][1] if word == "RUN")
+    assert sorted(re.findall(r"'(nvidia-[^']+)'", installed)) == sorted(asked)
+
+
+def test_the_image_tells_whether_it_is_healthy() -> None:
+    asked = value_of("HEALTHCHECK").split("CMD", 1)[1]
+    assert json.loads(asked) == the_service()["healthcheck"]["test"][1:]
 
 
 def test_the_image_requires_a_token() -> None:

@@ -176,6 +176,8 @@ def test_models_are_listed(ai: openai.OpenAI) -> None:
         ({"stream": True, "partial_images": 9}, "partial_images"),
         ({"prompt": "x" * 100_000}, "prompt"),
         ({"extra_body": {"steps": 100_000}}, "steps"),
+        ({"extra_body": {"sampler": "heun"}}, "sampler"),
+        ({"extra_body": {"sampler": "euler"}}, "sampler"),  # the shipped model has one way alone
     ],
 )
 def test_a_wrong_field_is_named(ai: openai.OpenAI, asked: dict[str, Any], field: str) -> None:

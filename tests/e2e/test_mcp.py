@@ -125,6 +125,8 @@ def test_a_refusal_says_what_to_do(simulate: Simulate, opened: Any) -> None:
             assert refused.structured_content["error"]["code"] == "model_not_found"
             gone = await session.call_tool("get_result", {"job": "job-0"})
             assert gone.is_error
+            sampled = await session.call_tool("generate_image", SMALL | {"sampler": "euler"})
+            assert sampled.is_error and "sampler" in sampled.content[0].text
             fits = await session.call_tool("what_fits", {"model": "small"})
             assert fits.structured_content["runs_now"] is True
             models = await session.call_tool("list_models", {})

@@ -188,6 +188,27 @@ def mxfp8_of_comfyui(name: str, numbers: np.ndarray) -> Tensors:
     }
 
 
+def awq_of_comfyui(name: str, numbers: np.ndarray) -> Tensors:
+    """Codes of four bits, the low nibble first; a scale and a zero in bf16 for each 64 columns."""
+    groups = numbers.reshape(len(numbers), -1, 64)
+    low = groups.min(2)
+    scales = in_short(np.maximum((groups.max(2) - low) / 15, 1e-6))
+    zeros = in_short(low + 8 * scales)
+    codes = np.rint((groups - zeros[:, :, None]) / scales[:, :, None]).clip(-8, 7) + 8
+    codes = codes.astype(np.uint8).reshape(len(numbers), -1, 2)
+    return {
+        name: in_bytes(codes[:, :, 0] | (codes[:, :, 1] << 4), "I8"),
+        f"{name}_scale": in_bf16(np.ascontiguousarray(scales.T)),
+        f"{name}_zeros": in_bf16(np.ascontiguousarray(zeros.T)),
+        **comfy_quant(name, format="awq_w4a16", group_size=64),
+    }
+
+
+def in_short(numbers: np.ndarray) -> np.ndarray:
+    """The numbers without what bf16 has no bits for."""
+    return (numbers.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
 def float_of_e4m3(code: int) -> float:
     """The number that a code stands for."""
     exponent, mantissa = code >> 3 & 15, code & 7
@@ -196,10 +217,11 @@ def float_of_e4m3(code: int) -> float:
 
 
 def write_blocks_of_comfyui(folder: Path, _: Numbers) -> None:
-    """Layers of blocks in nvfp4 and in mxfp8, in diffusers' names: their scales are in tiles of 128 rows,
-    and this model's fused layers have parts of other sizes."""
+    """Layers of blocks in nvfp4, mxfp8 and awq_w4a16, in diffusers' names: the scales of the former are in
+    tiles of 128 rows, and this model's fused layers have parts of other sizes."""
     ours = read_safetensors(DEMO / "model" / WEIGHTS)
-    for stem, made in (("nvfp4", nvfp4_of_comfyui), ("mxfp8", mxfp8_of_comfyui)):
+    kinds = (("nvfp4", nvfp4_of_comfyui), ("mxfp8", mxfp8_of_comfyui), ("awq", awq_of_comfyui))
+    for stem, made in kinds:
         tensors: Tensors = {}
         for name, numbers in ours.items():
             inside = is_weight(numbers) and is_in_a_block(name)
@@ -299,12 +321,14 @@ def write_what_is_not_read(folder: Path, weights: Numbers) -> None:
         nunchaku[f"{block}.qkv_proj.smooth_factor"] = Tensor("BF16", (4,), bytes(8))
     write_safetensors(folder / "nunchaku.safetensors", nunchaku)
 
-    awq = dict(rest)
+    gptq = dict(rest)
     layer = "double_blocks.0.img_attn.qkv.weight"
     rows, columns = weights[layer].shape
-    awq[layer] = in_bytes(np.zeros((rows, columns // 2), np.uint8), "I8")
-    awq |= comfy_quant(layer, format="awq_w4a16")
-    write_safetensors(folder / "awq-w4a16.safetensors", awq)
+    del gptq[layer]
+    name = layer.removesuffix(".weight")
+    gptq[f"{name}.qweight"] = Tensor("I32", (columns // 8, rows), bytes(columns * rows // 2))
+    gptq[f"{name}.g_idx"] = Tensor("I32", (columns,), bytes(4 * columns))
+    write_safetensors(folder / "gptq.safetensors", gptq)
 
     target = folder / "torchao-folder"
     shutil.copytree(DEMO / "model", target)
@@ -365,11 +389,12 @@ STORED = {
     "int8-convrot": Stored({"transformer": "int8-convrot"}, block_wise("int8-convrot")),
     "nvfp4": Stored({"transformer": "nvfp4"}, block_wise("nvfp4")),
     "mxfp8": Stored({"transformer": "mxfp8"}, block_wise("mxfp8")),
+    "awq": Stored({"transformer": "awq"}, block_wise("awq")),
 }
 REFUSED = {
     "nunchaku": ["Nunchaku"],
-    "awq-w4a16": ["awq_w4a16"],
-    "torchao-folder": ["torchao"],
+    "gptq": ["GPTQ"],
+    "torchao-folder": ["bin", "safetensors"],
 }
 
 
@@ -381,6 +406,7 @@ def held_bytes(name: str, rows: int, columns: int) -> int:
     return {
         "int8-convrot": numbers + 4 * rows,
         "nvfp4": 16 + tiles * math.ceil(columns / 64) + numbers // 2,
+        "awq": numbers // 2 + 4 * (numbers // 64),
         "mxfp8": tiles * math.ceil(columns / 128) + numbers,
         "full": F32_BYTES * numbers,
         "Q8_0": numbers // 32 * 34,

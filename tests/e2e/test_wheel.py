@@ -101,6 +101,13 @@ def test_the_installed_service_generates_for_the_installed_client(
         assert picture.size == (SIDE, SIDE)  # by the model that the wheel brought
 
 
+def test_the_client_finds_the_program_that_was_installed_with_it(environment: Path) -> None:
+    """Which is what `start_local_service` starts."""
+    find = (environment / "bin/python", "-c", "import moored; print(moored.local_program())")
+    found = command(*find, env=clean_environment() | {"PATH": "/usr/bin:/bin"})
+    assert Path(found.strip()) == (environment / "bin/moored").resolve()
+
+
 def test_the_wheel_has_the_version_of_the_program_and_the_licences(
     wheels: Path, environment: Path
 ) -> None:

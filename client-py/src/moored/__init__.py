@@ -42,6 +42,7 @@ from ._errors import (
     NotBuilt,
     NotFinite,
     NotKept,
+    NotStarted,
     OtherSite,
     OutOfMemory,
     PullFailed,
@@ -75,6 +76,13 @@ from ._events import (
 )
 from ._fields import FieldKind, OptionField, asked_options, option_fields, sampling_fields
 from ._latents import Latent
+from ._local import (
+    LocalService,
+    can_start_local_service,
+    local_program,
+    local_service_listens,
+    start_local_service,
+)
 from ._media import Film, Frame, Picture, Samples, Track
 from ._pictures import ImageInput
 from ._progress import AsyncProgress, Progress, describe, progress
@@ -243,6 +251,7 @@ __all__ = [
     "LatentNotFound",
     "LatentResult",
     "Loading",
+    "LocalService",
     "MediaInfo",
     "MediaInput",
     "MemoryAccounts",
@@ -263,6 +272,7 @@ __all__ = [
     "NotBuilt",
     "NotFinite",
     "NotKept",
+    "NotStarted",
     "OptionField",
     "OtherSite",
     "OutOfMemory",
@@ -333,11 +343,15 @@ __all__ = [
     "__version__",
     "asked_options",
     "bound_token",
+    "can_start_local_service",
     "describe",
+    "local_program",
+    "local_service_listens",
     "option_fields",
     "progress",
     "read_recipe",
     "sampling_fields",
+    "start_local_service",
 ]
 
 # Users see the flat namespace, in tracebacks and in pickles alike.

@@ -36,7 +36,8 @@
     ├── DiskNotReady          a disk of the service does not answer: `.retry_after_s`, `.how`
     ├── Superseded            a later segment of the session sounded before it
     ├── InternalError         a fault of the service
-    └── ConnectionFailed      the service cannot be reached, or was lost
+    ├── ConnectionFailed      the service cannot be reached, or was lost
+    └── NotStarted            `start_local_service` could not start one
 
 A reason that this version does not know is a plain MooredError, with `.reason`.
 """
@@ -389,6 +390,10 @@ class ConnectionFailed(MooredError):
         super().__init__(message, reason=reason)
         self.cause = cause
         self.endpoint = endpoint
+
+
+class NotStarted(MooredError):
+    """A service could not be started on this machine."""
 
 
 # A test holds this against errors.proto.

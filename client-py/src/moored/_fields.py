@@ -15,15 +15,18 @@ from ._generated.request_fields import ResultFields
 from ._options import hints_of
 from ._requests import JobOptions
 
-FieldKind = Literal["text", "whole", "number", "truth"]
-"""What is entered in a field: words, a whole number, any number, or yes and no."""
+FieldKind = Literal["text", "whole", "number", "truth", "choice"]
+"""What is entered in a field: words, a whole number, any number, yes or no, or one of the names."""
+
+LEFT_OPEN = "default"
+"""The name that is chosen where a choice is left to the model."""
 
 _KINDS: Mapping[type, FieldKind] = {str: "text", int: "whole", float: "number", bool: "truth"}
 
 
 @dataclass(frozen=True, slots=True)
 class OptionField:
-    """An option that is text, a number, or yes or no, as a field of a form."""
+    """An option that is text, a number, yes or no, or one of some names, as a field of a form."""
 
     option: str
     """Its name, as in `generate_image(steps=...)`."""
@@ -34,6 +37,8 @@ class OptionField:
     """Of a number: the smallest that is taken, as far as it is known."""
     most: int | None = None
     """Of a number: the largest."""
+    names: tuple[str, ...] = ()
+    """Of a choice: what there is to choose from; `left_open` comes besides."""
 
     @property
     def tooltip(self) -> str:
@@ -43,9 +48,15 @@ class OptionField:
     @property
     def left_open(self) -> str | int | bool:
         """What stands in the field where it is left to the model: a number below the smallest."""
-        if self.kind == "text":
-            return ""
-        return False if self.kind == "truth" else self.least - 1
+        match self.kind:
+            case "text":
+                return ""
+            case "choice":
+                return LEFT_OPEN
+            case "truth":
+                return False
+            case "whole" | "number":
+                return self.least - 1
 
     def is_left_open(self, value: object) -> bool:
         """Whether a value leaves the option to the model."""
@@ -62,7 +73,12 @@ def option_fields(options: type) -> tuple[OptionField, ...]:
     for option, hint in hints_of(options).items():
         wanted, words, *more = typing.get_args(hint)
         (kind, *others) = [one for one in typing.get_args(wanted) if one is not type(None)]
-        if not others and kind in _KINDS:
+        if others:
+            continue
+        if typing.get_origin(kind) is Literal:
+            names = typing.get_args(kind)
+            fields.append(OptionField(option, "choice", words, names=names))
+        elif kind in _KINDS:
             least, most = more[0] if more else (0, None)
             fields.append(OptionField(option, _KINDS[kind], words, least, most))
     return tuple(fields)
@@ -73,7 +89,7 @@ _OTHERS = frozenset(
     (
         *JobOptions.__annotations__,
         *ResultFields.__annotations__,
-        *("seed", "strength", "preview_interval_s"),
+        *("seed", "strength", "preview_interval_s", "output", "task"),
         *("width", "height", "frames", "frames_per_second", "seconds", "frames_at_a_time"),
         *("lyrics", "bpm", "key", "time_signature", "language"),
     )

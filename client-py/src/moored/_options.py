@@ -39,7 +39,7 @@ ELSEWHERE: Mapping[str, str] = {
     "n": "write count=...",
     "generator": "write seed=...: the same seed gives the same result",
     "latents": "write init_latent=..., a latent that put_latent() has brought to the service",
-    "image": "write init_image=..., or for FLUX.1 Kontext references=[...]",
+    "image": "write init_image=..., or for models that edit references=[...]",
     "reference_image": "write references=[...]",
     "reference_images": "write references=[...]",
     "video": "write init_media=..., a film uploaded by put_media()",

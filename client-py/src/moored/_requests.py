@@ -225,7 +225,7 @@ class ImageOptions(ImageFields, GenerateOptions, total=False):
     references: Annotated[
         Sequence[PictureLike] | None,
         "Editing: pictures that the prompt is about. "
-        "FLUX.1 Kontext takes one, FLUX.2 klein up to 8.",
+        "FLUX.1 Kontext takes one, Qwen-Image-Edit up to 3, FLUX.2 klein up to 8.",
     ]
     controls: Annotated[Sequence[Control] | None, "ControlNets, at most 4: a list of Control."]
     sampler: Annotated[

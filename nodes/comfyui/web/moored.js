@@ -74,6 +74,17 @@ app.registerExtension({
       defaultValue: null,
     },
     {
+      id: "moored.start_service",
+      name: "Start a service where none runs",
+      tooltip:
+        "On ComfyUI's machine, when a node needs one: if no address is set here or by MOORED_ENDPOINT, none answers at 127.0.0.1:50051, and the package moored-service is installed. It ends with ComfyUI, or keeps running for other programs.",
+      category: ["moored", "Service", "start_service"],
+      sortOrder: 0,
+      type: "combo",
+      options: ["while ComfyUI runs", "keep it running", "never"],
+      defaultValue: "while ComfyUI runs",
+    },
+    {
       id: "moored.unload_own_models",
       name: "Unload ComfyUI's own models for jobs that wait",
       tooltip:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import moored
@@ -22,7 +26,33 @@ TOKEN_SECRET = "MOORED_TOKEN"
 UNFINISHED_FILE = "moored-unfinished.json"
 
 
-def service_client() -> moored.AsyncClient:
+STARTING = "Starting the service on this machine"
+# What the setting `start_service` may be; any other value is the first.
+WHILE_THE_ENGINE_RUNS, KEEP, NEVER = "while the engine runs", "keep it running", "never"
+
+
+@contextlib.asynccontextmanager
+async def service_client(
+    say: Callable[[str], None] = lambda _: None,
+) -> AsyncIterator[moored.AsyncClient]:
+    """A client of the service that the settings name.
+
+    Where they and the environment name none, and none answers, one is started on this machine, unless
+    the settings say never; `say` is given a text while that goes on.
+    """
+    client = _client()
+    chosen = _setting("start_service")
+    left_open = not (_setting("endpoint") or os.environ.get("MOORED_ENDPOINT"))
+    if left_open and chosen != NEVER and await asyncio.to_thread(moored.can_start_local_service):
+        if not await asyncio.to_thread(moored.local_service_listens):
+            say(STARTING)
+        # Also where one listens: another program may have started it, and it may not be ready yet.
+        await asyncio.to_thread(moored.start_local_service, keep=chosen == KEEP)
+    async with client:
+        yield client
+
+
+def _client() -> moored.AsyncClient:
     """A client of the service that the settings name. It connects when first used.
 
     What the settings leave open follows the client's own rules: MOORED_ENDPOINT, MOORED_TOKEN_FILE for

@@ -12,6 +12,7 @@ from griptape_nodes.exe_types.param_components.seed_parameter import SeedParamet
 from griptape_nodes.exe_types.param_types.parameter_bool import ParameterBool
 from griptape_nodes.exe_types.param_types.parameter_int import ParameterInt
 from griptape_nodes.exe_types.param_types.parameter_string import ParameterString
+from griptape_nodes.traits.options import Options
 
 from moored_griptape.given_pictures import is_name_of_a_file
 from moored_griptape.numbers import number_or_none
@@ -113,7 +114,7 @@ class GeneratingNode(RunNode):
                     values[field.option] = _unsigned(int(value or 0), field.option, bits=32)
                 case "number":
                     values[field.option] = _at_least(field, number_or_none(value, field.option))
-                case "text":
+                case "text" | "choice":
                     values[field.option] = str(value or "")
                 case "truth":
                     values[field.option] = bool(value)
@@ -174,6 +175,14 @@ def option_parameter(field: moored.OptionField) -> Parameter:
                 input_types=["any"],
                 output_type="float",
                 default_value=None,
+            )
+        case "choice":
+            return Parameter(
+                name=field.option,
+                tooltip=f"{field.tooltip} {field.left_open}: the model's own.",
+                type="str",
+                default_value=field.left_open,
+                traits={Options(choices=[str(field.left_open), *field.names])},
             )
 
 

@@ -32,16 +32,17 @@ class PictureNode(PreviewingNode):
         self.add_parameter(
             ParameterImage(
                 name="reference_image",
-                tooltip="A picture that the prompt is about, for FLUX.1 Kontext and FLUX.2 klein: make it "
-                "snow.",
+                tooltip="A picture that the prompt is about, for FLUX.1 Kontext, Qwen-Image-Edit and FLUX.2 "
+                "klein: make it snow.",
                 allow_output=False,
             )
         )
         self.add_parameter(
             ParameterList(
                 name="reference_images",
-                tooltip="Further pictures, for models that take several, as FLUX.2 klein. They follow "
-                "reference_image in their order.",
+                tooltip="Further pictures that the prompt is about, after reference_image in their order. "
+                "With that one, FLUX.2 klein takes up to eight, Qwen-Image-Edit (from 2509 on) three, FLUX.1 "
+                "Kontext no more than one.",
                 type="ImageUrlArtifact",
                 input_types=["ImageUrlArtifact", "ImageArtifact", "str"],
                 allowed_modes={ParameterMode.INPUT, ParameterMode.PROPERTY},

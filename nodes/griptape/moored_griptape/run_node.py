@@ -69,7 +69,7 @@ class RunNode(SuccessFailureNode):
         self._shown.begin()
         began = time.monotonic()
         try:
-            async with service_client() as client:
+            async with service_client(self._shown.status) as client:
                 summary = await self._run(client)
         except asyncio.CancelledError:
             self._end(False, "Cancelled", "Cancelled. The service has ended the job.")

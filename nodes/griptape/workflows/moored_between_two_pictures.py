@@ -261,6 +261,15 @@ async def build_workflow() -> None:
             )
             await GriptapeNodes.ahandle_request(
                 SetParameterValueRequest(
+                    parameter_name="sampler",
+                    node_name=node1_name,
+                    value="default",
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
                     parameter_name="max_sequence_length",
                     node_name=node1_name,
                     value=0,
@@ -273,6 +282,15 @@ async def build_workflow() -> None:
                     parameter_name="negative_prompt",
                     node_name=node1_name,
                     value="",
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
+                    parameter_name="detach",
+                    node_name=node1_name,
+                    value=False,
                     initial_setup=True,
                     is_output=False,
                 )
@@ -361,6 +379,15 @@ async def build_workflow() -> None:
             )
             await GriptapeNodes.ahandle_request(
                 SetParameterValueRequest(
+                    parameter_name="sampler",
+                    node_name=node2_name,
+                    value="default",
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
                     parameter_name="max_sequence_length",
                     node_name=node2_name,
                     value=0,
@@ -373,6 +400,15 @@ async def build_workflow() -> None:
                     parameter_name="negative_prompt",
                     node_name=node2_name,
                     value="",
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
+                    parameter_name="detach",
+                    node_name=node2_name,
+                    value=False,
                     initial_setup=True,
                     is_output=False,
                 )
@@ -500,6 +536,15 @@ async def build_workflow() -> None:
                     parameter_name="negative_prompt",
                     node_name=node3_name,
                     value="",
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
+                    parameter_name="detach",
+                    node_name=node3_name,
+                    value=True,
                     initial_setup=True,
                     is_output=False,
                 )

@@ -240,6 +240,15 @@ async def build_workflow() -> None:
             )
             await GriptapeNodes.ahandle_request(
                 SetParameterValueRequest(
+                    parameter_name="detach",
+                    node_name=node1_name,
+                    value=True,
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
                     parameter_name="previews",
                     node_name=node1_name,
                     value=True,

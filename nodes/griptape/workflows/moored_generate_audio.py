@@ -337,6 +337,33 @@ async def build_workflow() -> None:
             )
             await GriptapeNodes.ahandle_request(
                 SetParameterValueRequest(
+                    parameter_name="max_sequence_length",
+                    node_name=node2_name,
+                    value=0,
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
+                    parameter_name="negative_prompt",
+                    node_name=node2_name,
+                    value="",
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
+                    parameter_name="detach",
+                    node_name=node2_name,
+                    value=True,
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
                     parameter_name="file_format",
                     node_name=node2_name,
                     value="wav",

@@ -128,6 +128,24 @@ async def build_workflow() -> None:
             )
             await GriptapeNodes.ahandle_request(
                 SetParameterValueRequest(
+                    parameter_name="lora",
+                    node_name=node0_name,
+                    value="none",
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
+                    parameter_name="lora_strength",
+                    node_name=node0_name,
+                    value=1.0,
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
                     parameter_name="keep_alive_s",
                     node_name=node0_name,
                     value=0.0,
@@ -241,6 +259,42 @@ async def build_workflow() -> None:
                     parameter_name="seed",
                     node_name=node2_name,
                     value=42,
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
+                    parameter_name="sampler",
+                    node_name=node2_name,
+                    value="default",
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
+                    parameter_name="max_sequence_length",
+                    node_name=node2_name,
+                    value=0,
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
+                    parameter_name="negative_prompt",
+                    node_name=node2_name,
+                    value="",
+                    initial_setup=True,
+                    is_output=False,
+                )
+            )
+            await GriptapeNodes.ahandle_request(
+                SetParameterValueRequest(
+                    parameter_name="detach",
+                    node_name=node2_name,
+                    value=False,
                     initial_setup=True,
                     is_output=False,
                 )

@@ -12,6 +12,14 @@ use std::str::FromStr;
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
+mod packed;
+
+pub use packed::{
+    ColumnFactors, GroupNumbers, InputShift, Int4Order, SVDQUANT_FP4_GROUP, SVDQUANT_INT4_GROUP,
+    SvdquantCodes, W4A8Codes, autoawq_nibble, svdquant_down, svdquant_fp4_scale, svdquant_nibble,
+    svdquant_number, svdquant_up, tinychat_word,
+};
+
 /// Block size of nf4: numbers that share a scale.
 pub const NF4_BLOCK: usize = 64;
 /// Block size of the nested scales of nf4-double.
@@ -49,15 +57,71 @@ pub enum WeightFormat {
     /// Signed nibbles, the low one first, and a scale in f32 for each row: `code * scale`, then rotated
     /// (ComfyUI's `convrot_w4a4`).
     Int4(Rotation),
-    /// Nibbles, the low one first, that index a table of 16 values; a scale in e4m3 for each group of columns, and one in f32
-    /// for each row: `clamp(round(table[code] * group), ±127) * row`, then rotated (ComfyUI's `asym_w4a8_int8`).
-    W4A8 { group: u8, rotation: Rotation },
+    /// Codes of four or six bits; a scale for each group of columns, and one in f32 for each row: `clamp(round(value(code) *
+    /// group), ±127) * row`, then rotated (ComfyUI's `asym_w4a8_int8`).
+    W4A8 {
+        group: u8,
+        codes: W4A8Codes,
+        /// Type of the scales of groups.
+        scales: W4A8Scales,
+        rotation: Rotation,
+    },
     /// Floats of 4 bits (1 sign, 2 exponent, 1 mantissa) in blocks of [`NVFP4_BLOCK`] columns with a scale in e4m3, and a scale
-    /// in f32 of the tensor: `code * (block * tensor)`.
-    Nvfp4(Nvfp4Order),
-    /// Floats in e4m3 in blocks of [`MXFP8_BLOCK`] columns, each with a power of two, stored in the order of tensor cores
-    /// ([`swizzled`]): `code * 2^(exponent - 127)`. Source: OCP Microscaling Formats 1.0 (2023).
-    Mxfp8,
+    /// in f32 of the tensor: `code * (block * tensor)`, then by the factors of columns.
+    Nvfp4(Nvfp4Order, ColumnFactors),
+    /// Floats in e4m3 in blocks of [`MXFP8_BLOCK`] columns, each with a power of two: `code * 2^(exponent - 127)`. Source: OCP
+    /// Microscaling Formats 1.0 (2023).
+    Mxfp8(ScaleOrder),
+    /// Nibbles with a scale and a zero for each group of columns: AWQ (Lin et al., 2023) in the layouts of four programs.
+    Int4Groups {
+        order: Int4Order,
+        /// Columns of a group.
+        group: u16,
+        /// Type of scales, and of zeros that are numbers.
+        numbers: GroupNumbers,
+    },
+    /// Signed bytes with a scale and a zero (a signed byte) for each group of columns: `(code - zero) * scale` (torchao).
+    Int8Groups {
+        /// Columns of a group.
+        group: u32,
+        /// Type of scales.
+        numbers: GroupNumbers,
+    },
+    /// Codes of four bits in the order of Nunchaku's kernels, multiplied by a factor for each column, and a low-rank product of
+    /// bf16 that is added to them. Source: SVDQuant (Li et al., 2024).
+    Svdquant {
+        codes: SvdquantCodes,
+        /// Rank of the product, a multiple of 16.
+        rank: u16,
+    },
+}
+
+/// Order of the scales of blocks of columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ScaleOrder {
+    /// That of tensor cores ([`swizzled`]).
+    TensorCores,
+    /// Row by row.
+    Rows,
+}
+
+/// Types of the scales of groups of [`WeightFormat::W4A8`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum W4A8Scales {
+    E4M3,
+    F32,
+}
+
+impl W4A8Scales {
+    /// Bytes of a scale.
+    pub fn width(self) -> usize {
+        match self {
+            W4A8Scales::E4M3 => 1,
+            W4A8Scales::F32 => 4,
+        }
+    }
 }
 
 /// Sides of the blocks of [`WeightFormat::BlockFp8`].
@@ -67,14 +131,26 @@ pub const NVFP4_BLOCK: usize = 16;
 /// Columns of a block of [`WeightFormat::Mxfp8`].
 pub const MXFP8_BLOCK: usize = 32;
 
-/// The two layouts of nvfp4, which have the same shapes.
+/// The layouts of nvfp4.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Nvfp4Order {
     /// ComfyUI and Black Forest Labs: the high nibble first, scales in the order of tensor cores ([`swizzled`]).
     TensorCores,
-    /// NVIDIA's ModelOpt: the low nibble first, scales row by row.
+    /// NVIDIA's ModelOpt, and torchao: the low nibble first, scales row by row.
     Rows,
+    /// torchao with `is_swizzled_scales`: the low nibble first, scales in the order of tensor cores.
+    LowFirst,
+}
+
+impl Nvfp4Order {
+    /// Order of the scales of blocks.
+    pub fn scales(self) -> ScaleOrder {
+        match self {
+            Nvfp4Order::TensorCores | Nvfp4Order::LowFirst => ScaleOrder::TensorCores,
+            Nvfp4Order::Rows => ScaleOrder::Rows,
+        }
+    }
 }
 
 /// Granularity of the scales of an int8 weight.
@@ -160,11 +236,6 @@ pub fn swizzled(row: usize, block: usize, blocks: usize) -> usize {
     tile * 512 + row % 32 * 16 + row % 128 / 32 * 4 + block % 4
 }
 
-/// Scales in the order of tensor cores of so many rows and blocks, with padding.
-fn swizzled_len(rows: usize, blocks: usize) -> usize {
-    rows.div_ceil(128) * blocks.div_ceil(4) * 512
-}
-
 /// Granularity of the scales of an fp8 weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -175,6 +246,24 @@ pub enum Fp8Scales {
     Tensor,
     /// One scale per row.
     Rows,
+}
+
+impl ScaleOrder {
+    /// Scales of so many rows of so many blocks, with padding.
+    fn len(self, rows: usize, blocks: usize) -> usize {
+        match self {
+            ScaleOrder::TensorCores => rows.div_ceil(128) * blocks.div_ceil(4) * 512,
+            ScaleOrder::Rows => rows * blocks,
+        }
+    }
+
+    /// The place of the scale of a row and a block of columns, where a row has so many `blocks`.
+    pub fn place(self, row: usize, block: usize, blocks: usize) -> usize {
+        match self {
+            ScaleOrder::TensorCores => swizzled(row, block, blocks),
+            ScaleOrder::Rows => row * blocks + block,
+        }
+    }
 }
 
 /// Block types of llama.cpp. Source: the `gguf` Python package, `constants.py` and `quants.py`.
@@ -192,6 +281,8 @@ pub enum GgufType {
     Q6K,
     IQ4NL,
     IQ4XS,
+    Mxfp4,
+    Nvfp4,
 }
 
 /// A part of a quantized weight.
@@ -205,11 +296,19 @@ pub enum WeightPart {
     Offset,
     /// nf4-double: one f32 per [`NF4_NESTED_BLOCK`] blocks.
     NestedAbsmax,
-    /// Scales, per block, row or tensor: f32 (u8 in nf4-double).
+    /// Scales, per block, group, row or tensor: f32 (u8 in nf4-double, 16 bits in some formats of groups).
     Scales,
+    /// Zeros of groups: numbers of the type of the scales, signed bytes, or nibbles (AutoAWQ).
+    Zeros,
+    /// A factor in f32 for each column.
+    ColumnFactors,
+    /// The first factor of a low-rank product in bf16, of columns.
+    LowRankDown,
+    /// The second factor of a low-rank product in bf16, of rows.
+    LowRankUp,
     /// Zero bytes, unread: they align codes after a single scale to 16 bytes.
     Padding,
-    /// A byte for each block of columns: e4m3, or the exponent of a power of two.
+    /// A byte for each block of columns: e4m3, or the exponent of a power of two. Four bytes in [`W4A8Scales::F32`].
     BlockScales,
     /// The codes, or the blocks of GGUF.
     Codes,
@@ -217,7 +316,7 @@ pub enum WeightPart {
 
 impl GgufType {
     /// All types.
-    pub const ALL: [GgufType; 12] = [
+    pub const ALL: [GgufType; 14] = [
         GgufType::Q4_0,
         GgufType::Q4_1,
         GgufType::Q5_0,
@@ -230,6 +329,8 @@ impl GgufType {
         GgufType::Q6K,
         GgufType::IQ4NL,
         GgufType::IQ4XS,
+        GgufType::Mxfp4,
+        GgufType::Nvfp4,
     ];
 
     /// Block size in numbers and in bytes.
@@ -247,6 +348,8 @@ impl GgufType {
             GgufType::Q6K => (256, 210),
             GgufType::IQ4NL => (32, 18),
             GgufType::IQ4XS => (256, 136),
+            GgufType::Mxfp4 => (32, 17),
+            GgufType::Nvfp4 => (64, 36),
         }
     }
 
@@ -265,6 +368,8 @@ impl GgufType {
             GgufType::Q6K => "Q6_K",
             GgufType::IQ4NL => "IQ4_NL",
             GgufType::IQ4XS => "IQ4_XS",
+            GgufType::Mxfp4 => "MXFP4",
+            GgufType::Nvfp4 => "NVFP4",
         }
     }
 }
@@ -309,29 +414,82 @@ impl WeightFormat {
             WeightFormat::Int4(_) => {
                 vec![(WeightPart::Scales, 4 * rows), (WeightPart::Codes, numbers / 2)]
             }
-            WeightFormat::W4A8 { group, .. } => vec![
-                (WeightPart::Table, 4 * 16),
-                (WeightPart::Scales, 4 * rows),
-                (WeightPart::BlockScales, numbers / usize::from(group.max(1))),
-                (WeightPart::Codes, numbers / 2),
+            WeightFormat::W4A8 {
+                group, codes, scales, ..
+            } => {
+                let groups = numbers / usize::from(group.max(1));
+                let mut parts = vec![
+                    (WeightPart::Scales, 4 * rows),
+                    (WeightPart::BlockScales, groups * scales.width()),
+                    (WeightPart::Codes, numbers / 8 * codes.bits()),
+                ];
+                if codes == W4A8Codes::Four {
+                    parts.insert(0, (WeightPart::Table, 4 * 16));
+                }
+                parts
+            }
+            WeightFormat::Nvfp4(order, factors) => {
+                let scales = order.scales().len(rows, columns / NVFP4_BLOCK);
+                let mut parts = vec![(WeightPart::Scales, 4), (WeightPart::Padding, 12)];
+                if factors == ColumnFactors::F32 {
+                    parts.push((WeightPart::ColumnFactors, 4 * columns));
+                }
+                parts.extend([
+                    (WeightPart::BlockScales, scales),
+                    (WeightPart::Codes, numbers / 2),
+                ]);
+                parts
+            }
+            WeightFormat::Mxfp8(order) => vec![
+                (WeightPart::BlockScales, order.len(rows, columns / MXFP8_BLOCK)),
+                (WeightPart::Codes, numbers),
             ],
-            WeightFormat::Nvfp4(order) => {
-                let blocks = columns / NVFP4_BLOCK;
-                let scales = match order {
-                    Nvfp4Order::TensorCores => swizzled_len(rows, blocks),
-                    Nvfp4Order::Rows => rows * blocks,
+            WeightFormat::Int4Groups {
+                order,
+                group,
+                numbers: of_groups,
+            } => {
+                let groups = numbers / usize::from(group.max(1));
+                let zeros = match order {
+                    Int4Order::AutoAwq => groups / 2,
+                    _ => groups * of_groups.width(),
                 };
                 vec![
-                    (WeightPart::Scales, 4),
-                    (WeightPart::Padding, 12),
-                    (WeightPart::BlockScales, scales),
+                    (WeightPart::Scales, groups * of_groups.width()),
+                    (WeightPart::Zeros, zeros),
                     (WeightPart::Codes, numbers / 2),
                 ]
             }
-            WeightFormat::Mxfp8 => vec![
-                (WeightPart::BlockScales, swizzled_len(rows, columns / MXFP8_BLOCK)),
-                (WeightPart::Codes, numbers),
-            ],
+            WeightFormat::Int8Groups {
+                group,
+                numbers: of_groups,
+            } => {
+                let groups = numbers / (group.max(1) as usize);
+                vec![
+                    (WeightPart::Scales, groups * of_groups.width()),
+                    (WeightPart::Zeros, groups),
+                    (WeightPart::Codes, numbers),
+                ]
+            }
+            WeightFormat::Svdquant { codes, rank } => {
+                let rank = usize::from(rank);
+                let mut parts = vec![(WeightPart::ColumnFactors, 4 * columns)];
+                match codes {
+                    SvdquantCodes::Int4(_) => {
+                        parts.push((WeightPart::Scales, 2 * (numbers / SVDQUANT_INT4_GROUP)));
+                    }
+                    SvdquantCodes::Fp4 => parts.extend([
+                        (WeightPart::Scales, 4 * rows),
+                        (WeightPart::BlockScales, numbers / SVDQUANT_FP4_GROUP),
+                    ]),
+                }
+                parts.extend([
+                    (WeightPart::LowRankDown, 2 * rank * columns),
+                    (WeightPart::LowRankUp, 2 * rank * rows),
+                    (WeightPart::Codes, numbers / 2),
+                ]);
+                parts
+            }
             WeightFormat::Nf4 | WeightFormat::Fp4 => vec![
                 (WeightPart::Table, 4 * 16),
                 (WeightPart::Scales, 4 * blocks),
@@ -381,6 +539,26 @@ impl WeightFormat {
         }
     }
 
+    /// What a product adds to its inputs before it multiplies the codes, which is no part of the weight.
+    pub fn input_shift(self) -> InputShift {
+        match self {
+            WeightFormat::Svdquant {
+                codes: SvdquantCodes::Int4(shift),
+                ..
+            } => shift,
+            _ => InputShift::None,
+        }
+    }
+
+    /// The number of which the rows of a weight in this format are a multiple.
+    pub fn multiple_of_rows(self) -> usize {
+        match self {
+            WeightFormat::Int4Groups { order, .. } => order.multiple_of_rows(),
+            WeightFormat::Svdquant { .. } => packed::SVDQUANT_ROWS,
+            _ => 1,
+        }
+    }
+
     /// Exact bytes of a weight of this shape.
     pub fn bytes(self, rows: usize, columns: usize) -> Bytes {
         let end = self
@@ -406,13 +584,31 @@ impl WeightFormat {
             WeightFormat::Int8Scaled(_, rotation) => columns.is_multiple_of(rotation.group()),
             // Eight codes are read at a time.
             WeightFormat::Int4(rotation) => columns.is_multiple_of(rotation.group().max(8)),
-            WeightFormat::W4A8 { group, rotation } => {
+            WeightFormat::W4A8 {
+                group,
+                codes,
+                rotation,
+                ..
+            } => {
                 group >= 8
                     && columns.is_multiple_of(usize::from(group))
                     && columns.is_multiple_of(rotation.group())
+                    && (codes == W4A8Codes::Four || columns.is_multiple_of(32))
             }
-            WeightFormat::Nvfp4(_) => columns.is_multiple_of(NVFP4_BLOCK),
-            WeightFormat::Mxfp8 => columns.is_multiple_of(MXFP8_BLOCK),
+            WeightFormat::Nvfp4(..) => columns.is_multiple_of(NVFP4_BLOCK),
+            WeightFormat::Mxfp8(_) => columns.is_multiple_of(MXFP8_BLOCK),
+            WeightFormat::Int4Groups { order, group, .. } => {
+                group > 0
+                    && group.is_multiple_of(8)
+                    && columns.is_multiple_of(usize::from(group))
+                    && columns.is_multiple_of(order.multiple_of_columns())
+            }
+            WeightFormat::Int8Groups { group, .. } => {
+                group > 0 && group.is_multiple_of(8) && columns.is_multiple_of(group as usize)
+            }
+            WeightFormat::Svdquant { rank, .. } => {
+                columns.is_multiple_of(packed::SVDQUANT_COLUMNS) && rank.is_multiple_of(16)
+            }
         }
     }
 }
@@ -483,10 +679,32 @@ impl fmt::Display for WeightFormat {
             WeightFormat::Int8Scaled(_, _) => "int8-convrot",
             WeightFormat::Int4(Rotation::None) => "int4",
             WeightFormat::Int4(_) => "int4-convrot",
-            WeightFormat::W4A8 { .. } => "w4a8",
-            WeightFormat::Nvfp4(Nvfp4Order::TensorCores) => "nvfp4",
-            WeightFormat::Nvfp4(Nvfp4Order::Rows) => "nvfp4-modelopt",
-            WeightFormat::Mxfp8 => "mxfp8",
+            WeightFormat::W4A8 {
+                codes: W4A8Codes::Four,
+                ..
+            } => "w4a8",
+            WeightFormat::W4A8 {
+                codes: W4A8Codes::Six,
+                ..
+            } => "w6a8",
+            WeightFormat::Nvfp4(Nvfp4Order::TensorCores, _) => "nvfp4",
+            WeightFormat::Nvfp4(Nvfp4Order::Rows, _) => "nvfp4-modelopt",
+            WeightFormat::Nvfp4(Nvfp4Order::LowFirst, _) => "nvfp4-torchao",
+            WeightFormat::Mxfp8(_) => "mxfp8",
+            WeightFormat::Int4Groups {
+                order: Int4Order::AutoAwq | Int4Order::TinyChat { .. } | Int4Order::LessEight,
+                ..
+            } => "awq",
+            WeightFormat::Int4Groups { .. } => "int4-groups",
+            WeightFormat::Int8Groups { .. } => "int8-groups",
+            WeightFormat::Svdquant {
+                codes: SvdquantCodes::Int4(_),
+                ..
+            } => "svdquant-int4",
+            WeightFormat::Svdquant {
+                codes: SvdquantCodes::Fp4,
+                ..
+            } => "svdquant-fp4",
         })
     }
 }
@@ -530,6 +748,7 @@ mod tests {
                             | WeightPart::NestedTable
                             | WeightPart::Offset
                             | WeightPart::NestedAbsmax
+                            | WeightPart::ColumnFactors
                     );
                     assert!(!wide || range.start % 4 == 0, "{format} {part:?}");
                     let by_rows = [WeightFormat::Int8, WeightFormat::Fp8(Fp8Scales::Rows)].contains(&format);

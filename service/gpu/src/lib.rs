@@ -55,9 +55,12 @@ pub use files::{
     FileStamp, all_text_of, create_private_folder, open_private, open_regular, read_bounded, text_bounded,
 };
 pub use format::{
-    FP8_BLOCK, Fp8Scales, GgufType, INT8_STEP, Int8Scales, MXFP8_BLOCK, NF4_BLOCK, NF4_NESTED_BLOCK,
-    NVFP4_BLOCK, Nvfp4Order, Rotation, WeightFormat, WeightFormatError, WeightPart, e2m1_to_f32, e4m3_to_f32,
-    e5m2_to_f32, e8m0_to_f32, rows_and_columns, swizzled,
+    ColumnFactors, FP8_BLOCK, Fp8Scales, GgufType, GroupNumbers, INT8_STEP, InputShift, Int4Order,
+    Int8Scales, MXFP8_BLOCK, NF4_BLOCK, NF4_NESTED_BLOCK, NVFP4_BLOCK, Nvfp4Order, Rotation,
+    SVDQUANT_FP4_GROUP, SVDQUANT_INT4_GROUP, ScaleOrder, SvdquantCodes, W4A8Codes, W4A8Scales, WeightFormat,
+    WeightFormatError, WeightPart, autoawq_nibble, e2m1_to_f32, e4m3_to_f32, e5m2_to_f32, e8m0_to_f32,
+    rows_and_columns, svdquant_down, svdquant_fp4_scale, svdquant_nibble, svdquant_number, svdquant_up,
+    swizzled, tinychat_word,
 };
 pub use holders::{CardProcess, UNLISTED, UNSEEN, foreign_holders, process_name};
 pub use kept::{KeepError, KeptFolder, keep, kept_bytes, kept_plan};

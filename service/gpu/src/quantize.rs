@@ -199,7 +199,12 @@ impl<'a> Parts<'a> {
                 WeightPart::Offset => offset = bytes,
                 WeightPart::NestedAbsmax => nested = bytes,
                 WeightPart::Scales => scales = bytes,
-                WeightPart::Padding | WeightPart::BlockScales => bytes.fill(0),
+                WeightPart::Padding
+                | WeightPart::BlockScales
+                | WeightPart::Zeros
+                | WeightPart::ColumnFactors
+                | WeightPart::LowRankDown
+                | WeightPart::LowRankUp => bytes.fill(0),
                 WeightPart::Codes => codes = bytes,
             }
         }

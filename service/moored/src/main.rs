@@ -12,6 +12,7 @@ mod preload;
 mod process;
 mod program;
 mod serve;
+mod service_unit;
 mod shutdown;
 mod telemetry;
 

@@ -33,6 +33,7 @@ use crate::process::WorkerSettings;
 use crate::process::confinement::{Confinement, Places, Strictness};
 use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, Caches, EarlyWorker};
+use crate::service_unit;
 use crate::shutdown::shut_down;
 use crate::telemetry::Traces;
 
@@ -244,6 +245,7 @@ pub(crate) async fn run(
         let _ = ready.send(address);
     }
     let serving = tokio::spawn(transport::serve(served, settings, listener, stopped_seen));
+    service_unit::tell_ready(address);
     let ended = tokio::select! {
         () = shutdown => Ok(()),
         () = end_of(reports) => Err(ServeError::QueueEnded),

@@ -7,6 +7,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
+use crate::service_unit;
+
 /// The first signal drains: no new jobs, running ones finish until the deadline. The second ends them now.
 ///
 /// # Errors
@@ -35,6 +37,7 @@ pub(crate) fn shut_down(
             drain.as_secs()
         );
         stopping.send_replace(true);
+        service_unit::tell_stopping(drain);
         let deadline = Instant::now() + drain;
         tokio::select! {
             () = queue.drain(deadline) => {}

@@ -388,6 +388,19 @@ fn only_gpu_and_ops_have_unsafe_code() {
     }
 }
 
+/// scripts/cuda-environment builds without candle's kernels for quantized tensors and mixtures of experts, which take most of the minutes
+/// of a build: a call of them would end the process.
+#[test]
+fn nobody_calls_the_kernels_of_candle_that_are_not_built() {
+    for name in CRATES {
+        for (path, text) in sources(name) {
+            for absent in ["candle_core::quantized", "QTensor", "QMatMul", "candle_nn::moe"] {
+                assert!(!text.contains(absent), "{} has {absent}", path.display());
+            }
+        }
+    }
+}
+
 #[test]
 fn only_the_configuration_reads_the_environment() {
     for name in CRATES {

@@ -3,9 +3,10 @@
 use std::sync::OnceLock;
 
 use candle_core::{DType, Device, Result, Tensor};
-use gpu::{GgufType, QuantizedWeight, Rotation, Weight, WeightFormat};
+use gpu::{GgufType, InputShift, QuantizedWeight, Rotation, W4A8Codes, Weight, WeightFormat};
 use serde::{Deserialize, Serialize};
 
+use crate::dequantize::sums_of_rows;
 use crate::linear_cpu::product_into;
 use crate::loops::{add_in_place, gelu_tanh_in_place};
 use crate::rows::with_numbers;
@@ -41,14 +42,15 @@ impl Fp8Products {
     /// Whether weights of a format are multiplied in fp8.
     #[must_use]
     pub fn takes(self, format: WeightFormat) -> bool {
-        use GgufType::{IQ4NL, IQ4XS, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+        use GgufType::{IQ4NL, IQ4XS, Mxfp4, Nvfp4, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
         let is_coarse = match format {
-            WeightFormat::Fp8(_) | WeightFormat::E5M2(_) | WeightFormat::BlockFp8 | WeightFormat::Mxfp8 => {
-                true
-            }
+            WeightFormat::Fp8(_)
+            | WeightFormat::E5M2(_)
+            | WeightFormat::BlockFp8
+            | WeightFormat::Mxfp8(_) => true,
             WeightFormat::Nf4 | WeightFormat::Nf4Double | WeightFormat::Fp4 | WeightFormat::Fp4Double => true,
-            WeightFormat::Nvfp4(_) => true,
-            WeightFormat::Gguf(Q2K | Q3K | Q4_0 | Q4_1 | Q4K | IQ4NL | IQ4XS) => true,
+            WeightFormat::Nvfp4(..) | WeightFormat::Int4Groups { .. } | WeightFormat::Svdquant { .. } => true,
+            WeightFormat::Gguf(Q2K | Q3K | Q4_0 | Q4_1 | Q4K | IQ4NL | IQ4XS | Mxfp4 | Nvfp4) => true,
             WeightFormat::Int8 | WeightFormat::Gguf(Q5_0 | Q5_1 | Q5K | Q6K | Q8_0) => false,
             // A group is turned back by threads side by side, which the kernel that makes codes of rows does not ensure.
             WeightFormat::Int8Scaled(_, rotation)
@@ -58,7 +60,11 @@ impl Fp8Products {
             {
                 return false;
             }
-            WeightFormat::Int8Scaled(..) => false,
+            WeightFormat::Int8Scaled(..) | WeightFormat::Int8Groups { .. } => false,
+            WeightFormat::W4A8 {
+                codes: W4A8Codes::Six,
+                ..
+            } => false,
             WeightFormat::Int4(_) | WeightFormat::W4A8 { .. } => true,
         };
         match self {
@@ -137,6 +143,15 @@ impl<'a> LinearLayer<'a> {
                 .bias
                 .is_none_or(|bias| bias.dims() == [outputs] && bias.dtype() == out.dtype())
             && self.low_rank.iter().all(is_term)
+    }
+
+    /// Whether it shifts its inputs before it multiplies them by the codes of its weight.
+    #[cfg(feature = "cuda")]
+    fn shifts_inputs(&self) -> bool {
+        match self.weight {
+            Weight::Full(_) => false,
+            Weight::Quantized(weight) => weight.format.input_shift() != InputShift::None,
+        }
     }
 
     /// Scratch bytes for `tokens` rows of a dtype.
@@ -280,6 +295,14 @@ pub fn linear_into<'a>(
             out.dtype()
         );
     }
+    let shifted = shifted_bias(layer, out)?;
+    let layer = match &shifted {
+        None => layer,
+        Some(bias) => &LinearLayer {
+            bias: Some(bias),
+            ..layer.clone()
+        },
+    };
     #[cfg(feature = "cuda")]
     if out.device().is_cuda() {
         return crate::cuda::linear_into(x, layer, then, out, scratch);
@@ -289,6 +312,34 @@ pub fn linear_into<'a>(
         Activation::Numbers(x) => on_cpu(x, layer, then, out),
         Activation::Codes(_) => candle_core::bail!("only cards multiply codes of fp8"),
     }
+}
+
+/// The bias `b + shift · W 1` of a layer that shifts its inputs before it multiplies them by the codes of its weight
+/// ([`WeightFormat::input_shift`]), in the dtype of the result; `None` for all others. `W` is without its low-rank product.
+fn shifted_bias(layer: &LinearLayer<'_>, out: &Tensor) -> Result<Option<Tensor>> {
+    let Weight::Quantized(weight) = layer.weight else {
+        return Ok(None);
+    };
+    if weight.format.input_shift() == InputShift::None {
+        return Ok(None);
+    }
+    #[cfg(feature = "cuda")]
+    if out.device().is_cuda() {
+        return crate::cuda::shifted_bias(weight, layer.bias, out.dtype()).map(Some);
+    }
+    let shift = f64::from(weight.format.input_shift().number());
+    let mut numbers = sums_of_rows(weight)?;
+    numbers.iter_mut().for_each(|sum| *sum *= shift);
+    if let Some(bias) = layer.bias {
+        with_numbers(bias, |bias| {
+            for (number, bias) in numbers.iter_mut().zip(bias) {
+                *number += f64::from(*bias);
+            }
+            Ok(())
+        })?;
+    }
+    let shifted = Tensor::new(numbers, out.device())?.to_dtype(out.dtype())?;
+    Ok(Some(shifted))
 }
 
 /// A layer and its output.
@@ -316,6 +367,7 @@ pub fn linears_into<'a>(
     if let Activation::Numbers(x) = x
         && x.device().is_cuda()
         && layers.len() > 1
+        && !layers.iter().any(|to| to.layer.shifts_inputs())
         && layers.iter().all(|to| to.layer.fits(x.elem_count(), to.out))
         && (crate::cuda::linears_in_fp8(x, layers, then, scratch)?
             || crate::cuda::linear_as_one(x, layers, then, scratch)?)

@@ -1,7 +1,11 @@
 //! Fixtures and assertions shared by the tests.
 
 use candle_core::{DType, Device, Result, Tensor};
-use gpu::{Fp8Scales, GgufType, Int8Scales, Nvfp4Order, QuantizedWeight, Rotation, WeightFormat, WeightPart};
+use gpu::{
+    ColumnFactors, Fp8Scales, GgufType, GroupNumbers, InputShift, Int4Order, Int8Scales, Nvfp4Order,
+    QuantizedWeight, Rotation, ScaleOrder, SvdquantCodes, W4A8Codes, W4A8Scales, WeightFormat, WeightPart,
+};
+use half::{bf16, f16};
 
 #[path = "../tests/device/mod.rs"]
 mod device;
@@ -37,11 +41,22 @@ pub(crate) fn random_bytes(format: WeightFormat, rows: usize, columns: usize, se
         *byte = (number.abs() * 65536.0) as u32 as u8;
     }
     for (part, range) in format.layout(rows, columns) {
-        let is_double = matches!(format, WeightFormat::Nf4Double | WeightFormat::Fp4Double);
-        let narrow = is_double && part == WeightPart::Scales || part == WeightPart::BlockScales;
-        if part != WeightPart::Codes && !narrow {
-            for (scale, number) in bytes[range].chunks_exact_mut(4).zip(&numbers) {
-                scale.copy_from_slice(&number.to_le_bytes());
+        let of_part = numbers[range.start..].iter().cycle();
+        match numbers_of(format, part) {
+            None => {}
+            Some(GroupNumbers::F32) => {
+                for (scale, number) in bytes[range].chunks_exact_mut(4).zip(of_part) {
+                    scale.copy_from_slice(&number.to_le_bytes());
+                }
+            }
+            Some(kind) => {
+                for (scale, number) in bytes[range].chunks_exact_mut(2).zip(of_part) {
+                    let bits = match kind {
+                        GroupNumbers::F16 => f16::from_f32(*number).to_bits(),
+                        _ => bf16::from_f32(*number).to_bits(),
+                    };
+                    scale.copy_from_slice(&bits.to_le_bytes());
+                }
             }
         }
     }
@@ -55,6 +70,44 @@ pub(crate) fn random_bytes(format: WeightFormat, rows: usize, columns: usize, se
     bytes
 }
 
+/// Type of the numbers of a part; `None` where every byte is a code or a number.
+fn numbers_of(format: WeightFormat, part: WeightPart) -> Option<GroupNumbers> {
+    use WeightFormat as F;
+    use WeightPart as P;
+    match (format, part) {
+        (_, P::Codes) => None,
+        (
+            F::W4A8 {
+                scales: W4A8Scales::F32,
+                ..
+            },
+            P::BlockScales,
+        ) => Some(GroupNumbers::F32),
+        (_, P::BlockScales) => None,
+        (F::Nf4Double | F::Fp4Double, P::Scales) => None,
+        (F::Int8Groups { .. }, P::Zeros) => None,
+        (
+            F::Int4Groups {
+                order: Int4Order::AutoAwq,
+                ..
+            },
+            P::Zeros,
+        ) => None,
+        (F::Int4Groups { numbers, .. } | F::Int8Groups { numbers, .. }, P::Scales | P::Zeros) => {
+            Some(numbers)
+        }
+        (_, P::LowRankDown | P::LowRankUp) => Some(GroupNumbers::Bf16),
+        (
+            F::Svdquant {
+                codes: SvdquantCodes::Int4(_),
+                ..
+            },
+            P::Scales,
+        ) => Some(GroupNumbers::Bf16),
+        _ => Some(GroupNumbers::F32),
+    }
+}
+
 /// Offsets of the f16 numbers of a block.
 fn halves(kind: GgufType) -> Vec<usize> {
     match kind {
@@ -63,6 +116,7 @@ fn halves(kind: GgufType) -> Vec<usize> {
         GgufType::Q2K => vec![80, 82],
         GgufType::Q3K => vec![108],
         GgufType::Q6K => vec![208],
+        GgufType::Mxfp4 | GgufType::Nvfp4 => vec![],
     }
 }
 
@@ -80,21 +134,77 @@ pub(crate) fn formats() -> Vec<WeightFormat> {
         WeightFormat::Fp4,
         WeightFormat::Fp4Double,
         WeightFormat::BlockFp8,
-        WeightFormat::Mxfp8,
-        WeightFormat::Nvfp4(Nvfp4Order::TensorCores),
-        WeightFormat::Nvfp4(Nvfp4Order::Rows),
+        WeightFormat::Mxfp8(ScaleOrder::TensorCores),
+        WeightFormat::Mxfp8(ScaleOrder::Rows),
+        WeightFormat::Int8Groups {
+            group: 32,
+            numbers: GroupNumbers::Bf16,
+        },
+        WeightFormat::Int8Groups {
+            group: 64,
+            numbers: GroupNumbers::F32,
+        },
+        WeightFormat::Svdquant {
+            codes: SvdquantCodes::Int4(InputShift::None),
+            rank: 32,
+        },
+        WeightFormat::Svdquant {
+            codes: SvdquantCodes::Fp4,
+            rank: 16,
+        },
     ];
+    let nvfp4 = [Nvfp4Order::TensorCores, Nvfp4Order::Rows, Nvfp4Order::LowFirst]
+        .into_iter()
+        .flat_map(|order| [ColumnFactors::None, ColumnFactors::F32].map(|of| WeightFormat::Nvfp4(order, of)));
+    let orders = [
+        Int4Order::LessEight,
+        Int4Order::Signed,
+        Int4Order::AutoAwq,
+        Int4Order::TinyChat { parts: 1 },
+        Int4Order::TinyChat { parts: 3 },
+        Int4Order::TinyChat { parts: 6 },
+    ];
+    let groups = orders.into_iter().flat_map(|order| {
+        [GroupNumbers::F16, GroupNumbers::Bf16].map(|numbers| WeightFormat::Int4Groups {
+            order,
+            group: 32,
+            numbers,
+        })
+    });
     let rotations = [Rotation::None, Rotation::By16, Rotation::By64, Rotation::By256];
     let rotated = rotations.into_iter().flat_map(|rotation| {
         [
             WeightFormat::Int8Scaled(Int8Scales::Tensor, rotation),
             WeightFormat::Int8Scaled(Int8Scales::Rows, rotation),
             WeightFormat::Int4(rotation),
-            WeightFormat::W4A8 { group: 16, rotation },
+            w4a8(W4A8Codes::Four, W4A8Scales::E4M3, rotation),
+            w4a8(W4A8Codes::Four, W4A8Scales::F32, rotation),
+            w4a8(W4A8Codes::Six, W4A8Scales::E4M3, rotation),
+            w4a8(W4A8Codes::Six, W4A8Scales::F32, rotation),
         ]
     });
     let gguf = GgufType::ALL.map(WeightFormat::Gguf);
-    floats.chain(others).chain(rotated).chain(gguf).collect()
+    let packed = nvfp4.chain(groups);
+    floats
+        .chain(others)
+        .chain(packed)
+        .chain(rotated)
+        .chain(gguf)
+        .collect()
+}
+
+fn w4a8(codes: W4A8Codes, scales: W4A8Scales, rotation: Rotation) -> WeightFormat {
+    WeightFormat::W4A8 {
+        group: 16,
+        codes,
+        scales,
+        rotation,
+    }
+}
+
+/// So many rows, or more: as many as a weight in a format can have.
+pub(crate) fn fitting_rows(format: WeightFormat, rows: usize) -> usize {
+    rows.next_multiple_of(format.multiple_of_rows())
 }
 
 /// The least number of columns of a weight in a format, of which others are multiples.

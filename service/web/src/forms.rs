@@ -9,6 +9,7 @@ use bytes::Bytes;
 use calls::ModelRef;
 use http::StatusCode;
 use http::header::CONTENT_TYPE;
+use model::Sampler;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::{Deserialize as _, Deserializer};
 use serde_json::{Map, Value};
@@ -259,6 +260,13 @@ impl Lenient for bool {
             Value::Number(given) if given.as_u64() == Some(0) => Some(false),
             _ => None,
         }
+    }
+}
+
+impl Lenient for Sampler {
+    const WORDS: &'static str = "a sampler: write euler, euler_ancestral or dpmpp_2m_karras";
+    fn of(value: &Value) -> Option<Sampler> {
+        value.as_str()?.trim().parse().ok()
     }
 }
 

@@ -13,7 +13,7 @@ use engine::job::{Call, JobEventKind};
 use futures::{Stream, StreamExt as _};
 use http::StatusCode;
 use http::header::ALLOW;
-use model::{MediaFormat, Sampling};
+use model::{MediaFormat, Sampler, Sampling};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use utoipa::ToSchema;
@@ -74,6 +74,10 @@ pub(crate) struct ImageRequest {
     /// Classifier-free guidance: twice the time for each step.
     #[serde(alias = "cfg_scale", deserialize_with = "lenient")]
     pub(crate) true_guidance: Option<f32>,
+    /// Of models that are sampled in several ways (SDXL): `euler`, `euler_ancestral` or `dpmpp_2m_karras`; others refuse it.
+    #[schema(value_type = Option<String>)]
+    #[serde(deserialize_with = "lenient")]
+    pub(crate) sampler: Option<Sampler>,
     #[serde(deserialize_with = "lenient")]
     pub(crate) seed: Option<u64>,
     /// Of edits: how strongly to change the picture, over 0 up to 1.
@@ -150,7 +154,7 @@ impl ImageRequest {
                 guidance: self.guidance,
                 negative_prompt: self.negative_prompt.clone(),
                 true_guidance: self.true_guidance,
-                sampler: None,
+                sampler: self.sampler,
                 seed: self.seed,
                 max_sequence_length: None,
                 strength: self.strength,

@@ -362,7 +362,7 @@ def test_a_model_with_a_lora_is_held_and_unloaded_as_such(
 
 @pytest.fixture(scope="module")
 def editing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with a tiny FLUX.1, the same as Kontext, a tiny FLUX.2 klein, and two ControlNets."""
+    """A service with the tiny models of pictures, and two ControlNets."""
     models, nets = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("nets")
     picture_models(models)
     for name in ("single", "union"):
@@ -433,6 +433,28 @@ def test_a_picture_is_edited_by_kontext(comfyui: ComfyUI, editing: Service) -> N
     run = comfyui.queue(plain.prompt).done()
     assert run.status == "error"
     assert "name a model that takes them" in run.error
+
+
+def test_a_model_with_several_samplers_takes_the_one_that_is_chosen(
+    comfyui: ComfyUI, editing: Service
+) -> None:
+    graph = Graph(editing.address, model="sdxl")
+    chosen = ("default", "euler_ancestral", "dpmpp_2m_karras")
+    shows = [shown(graph, graph.text_to_image(steps=3, sampler=name)) for name in chosen]
+    run = comfyui.queue(graph.prompt).succeeded()
+    options: dict[str, Any] = {"model": "sdxl", "steps": 3, "seed": 7, **SIZE}
+    with editing.client() as client:
+        own = [
+            client.generate_image(RED, sampler=name, **options).pictures[0].array
+            for name in (None, "euler_ancestral", "dpmpp_2m_karras")
+        ]
+    same([run.pictures(show)[0] for show in shows], own)
+    assert len({picture.tobytes() for picture in own}) == len(own)
+    plain = Graph(editing.address, model="plain")
+    shown(plain, plain.text_to_image(steps=1, sampler="euler"))
+    run = comfyui.queue(plain.prompt).done()
+    assert run.status == "error"
+    assert "sampler is not taken" in run.error.lower()
 
 
 def test_pictures_are_edited_together_by_klein(comfyui: ComfyUI, editing: Service) -> None:

@@ -29,6 +29,10 @@ IN_PLACE_OF = {
     "black-forest-labs/FLUX.1-dev": "plain",
     "black-forest-labs/FLUX.1-Kontext-dev": "kontext",
     "black-forest-labs/FLUX.2-klein-4B": "klein",
+    "Qwen/Qwen-Image": "qwen",
+    # A tiny Qwen-Image-Edit would scale each picture to a megapixel.
+    "Qwen/Qwen-Image-Edit-2511": "klein",
+    "stabilityai/stable-diffusion-xl-base-1.0": "sdxl",
 }
 """Models that are small, by those that the examples name; what is not here is used as it is."""
 FEW: dict[str, Any] = {
@@ -63,7 +67,7 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with the shipped models, a tiny Kontext, FLUX.2 klein and HunyuanVideo, and a ControlNet."""
+    """A service with the shipped models, tiny ones of all families that edit or sample, and a ControlNet."""
     models, nets = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("nets")
     picture_models(models)
     film_models(models)
@@ -85,6 +89,8 @@ def prompt_of(example: Path, endpoint: str) -> Prompt:
         kind = SHOWS.get(node["type"], node["type"])
         inputs = dict(node.get("widgets_values_named") or {})
         inputs |= {name: few for name, few in FEW.items() if name in inputs}
+        if node["type"] == "MooredTextToImage":
+            inputs |= {"width": SIDE, "height": SIDE}
         if node["type"] == "MooredTextToVideo":
             inputs |= {"width": 64, "height": 64, "frames": 5}
         for each in node["inputs"]:

@@ -62,7 +62,7 @@ def fits(value: Any, kind: str, options: dict[str, Any]) -> bool:
 
 def test_there_are_examples_for_what_people_begin_with() -> None:
     pictures = {"text_to_image", "image_to_image", "inpaint", "control_net", "lora"}
-    pictures |= {"kontext_edit", "klein_edit"}
+    pictures |= {"kontext_edit", "klein_edit", "qwen_image", "qwen_edit", "sdxl"}
     films = {"first_film", "text_to_video", "image_to_video"}
     films |= {"between_two_pictures", "film_with_sound"}
     music = {"first_music", "text_to_music", "repaint_music", "cover_music"}
@@ -158,11 +158,44 @@ def test_a_language_has_every_text(language: str) -> None:
     settings = load(LOCALES / language / "settings.json")
     script = (PACK / "web/moored.js").read_text(encoding="utf-8")
     ids = re.findall(r'id: "(moored\.\w+)"', script)
-    assert len(ids) == 4
+    assert len(ids) == 5
     assert settings.keys() == {each.replace(".", "_") for each in ids}
-    assert all(one.keys() == {"name", "tooltip"} for one in settings.values())
+    named = load(LOCALES / "en/settings.json")
+    assert shape(settings) == shape(named)
+    assert all(one.keys() - {"options"} == {"name", "tooltip"} for one in settings.values())
+    for option in named["moored_start_service"]["options"]:
+        assert f'"{option}"' in script
     for name in ("main.json", "nodeDefs.json", "settings.json"):
         assert all(text.strip() for text in leaves(load(LOCALES / language / name)))
+
+
+def test_the_pack_says_what_the_registry_asks_for() -> None:
+    """By the registry's specification. `scripts/packs` has its own program look, and adds addresses."""
+    about = tomllib.loads((PACK / "pyproject.toml").read_text(encoding="utf-8"))
+    project, comfy = about["project"], about["tool"]["comfy"]
+    assert re.fullmatch(r"[a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*", project["name"])
+    assert re.fullmatch(r"\d+\.\d+\.\d+", project["version"])
+    assert project["license"] == {"file": "LICENSE"}
+    assert (PACK / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert all(
+        one.startswith(("Operating System :: ", "Environment :: "))
+        for one in project["classifiers"]
+    )
+    wanted = (PACK / "requirements.txt").read_text(encoding="utf-8").split()
+    assert wanted == project["dependencies"], "ComfyUI-Manager installs those"
+    assert comfy["PublisherId"]
+    assert comfy["DisplayName"]
+    assert re.fullmatch(r">=\d+\.\d+\.\d+", comfy["requires-comfyui"])
+    script = (ROOT / "scripts/packs").read_text(encoding="utf-8")
+    for field, name, (width, height) in (
+        ("Icon", "icon.svg", (1, 1)),
+        ("Banner", "banner.svg", (21, 9)),
+    ):
+        assert comfy[field] == ""
+        assert f"nodes/comfyui/{name}" in script
+        head = re.search(r'viewBox="0 0 (\d+) (\d+)"', (PACK / name).read_text())
+        assert head
+        assert int(head[1]) * height == int(head[2]) * width, "the registry's shape"
 
 
 def test_there_is_more_than_english() -> None:

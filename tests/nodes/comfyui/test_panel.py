@@ -60,6 +60,16 @@ def start(tmp_path: Path, panel: PanelPage) -> Iterator[Start]:
         service.kill()
 
 
+# A stream with one snapshot: no service, and whether one can be started.
+ONE_SNAPSHOT = """(canStart) => {
+    const down = { reachable: false, can_start: canStart, endpoint: "127.0.0.1:50051", problem: "none" };
+    window.EventSource = class {
+        constructor() { setTimeout(() => this.onmessage({ data: JSON.stringify(down) })); }
+        close() {}
+    };
+}"""
+
+
 @contextmanager
 def generating(service: Service) -> Iterator[moored.EventStream[moored.ImageResult]]:
     """A job of another program, which is running when this is entered."""
@@ -226,6 +236,26 @@ def test_a_service_that_is_killed_is_reported_with_the_remedy_and_found_again(
         assert again.address == service.address
         expect(page.locator(".moored-card")).to_be_visible()
         expect(alert).to_be_hidden()
+
+
+def test_a_service_can_be_started_from_the_panel(browser: Browser, panel: PanelPage) -> None:
+    asked: list[Any] = []
+    panel.settings(endpoint="127.0.0.1:9")
+
+    def start(route: Any) -> None:
+        asked.append(route.request.post_data_json)
+        route.fulfill(status=503, json={"error": "it ended: no card"})
+
+    with opened(browser, panel) as page:
+        page.route("**/moored/start", start)
+        page.evaluate(ONE_SNAPSHOT, True)
+        button(page, "Try now").click()
+        button(page, "Start one here").click()
+        expect(page.get_by_role("status").filter(has_text="no card")).to_be_visible()
+        assert asked == [{}]
+        page.evaluate(ONE_SNAPSHOT, False)
+        button(page, "Try now").click()
+        expect(button(page, "Start one here")).to_be_hidden()
 
 
 def test_a_new_address_in_the_settings_is_used_at_once(

@@ -160,6 +160,15 @@ def down(address: str) -> str:
     )
 
 
+def test_no_service_is_started_where_an_address_is_set(panel: PanelPage) -> None:
+    panel.settings(endpoint="127.0.0.1:9")
+    code, said = panel.ask("/moored/start", {})
+    assert code == 503
+    assert said["error"].startswith("No service is started here: an address is set")
+    code, said = panel.ask("/moored/status")
+    assert (code, said["can_start"]) == (200, False)
+
+
 def test_the_stream_reports_changes_an_end_and_a_new_beginning(
     panel: PanelPage, start: Start
 ) -> None:

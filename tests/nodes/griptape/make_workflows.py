@@ -36,6 +36,10 @@ FRAMEPACK = "lllyasviel/FramePackI2V_HY"
 BETWEEN_PROMPT = "the star slowly changes its colour"
 MUSIC_MODEL = "moored/demo-sound"
 MUSIC_PROMPT = "three high short notes, then a low long one, square wave"
+SDXL_MODEL = "stabilityai/stable-diffusion-xl-base-1.0"
+SDXL_PROMPT = "a lighthouse on a cliff above breaking waves, evening light, photograph"
+EDITING_MODEL = "Qwen/Qwen-Image-Edit-2511"
+REFERENCE_EDIT = "make the circle green and leave everything else as it is"
 FILM_PROMPT = "a lighthouse on a cliff while waves break below it, evening light"
 
 
@@ -64,6 +68,31 @@ async def edit_image(engine: Headless) -> None:
     await engine.connect(picture, "image", edit, "input_image")
     for before, after in ((preload, picture), (picture, edit), (edit, unload)):
         await engine.connect(before, "exec_out", after, "exec_in")
+
+
+async def sampled_image(engine: Headless) -> None:
+    """A model that has several samplers, one of them, and a picture."""
+    model = await engine.node("DiffusionModel", at=(0, 0), model=SDXL_MODEL)
+    picture = await engine.node(
+        "GenerateImage",
+        at=(700, 0),
+        prompt=SDXL_PROMPT,
+        steps=30,
+        sampler="dpmpp_2m_karras",
+        negative_prompt="blurred, drawing, text",
+        true_guidance=7.0,
+    )
+    await engine.connect(model, "model_handle", picture, "model")
+
+
+async def edit_by_words(engine: Headless) -> None:
+    """A picture, and another model that changes it as a sentence says."""
+    first = await engine.node("GenerateImage", at=(0, 600), prompt=PROMPT)
+    model = await engine.node("DiffusionModel", at=(0, 0), model=EDITING_MODEL)
+    edited = await engine.node("GenerateImage", at=(700, 0), prompt=REFERENCE_EDIT)
+    await engine.connect(model, "model_handle", edited, "model")
+    await engine.connect(first, "image", edited, "reference_image")
+    await engine.connect(first, "exec_out", edited, "exec_in")
 
 
 async def generate_video(engine: Headless) -> None:
@@ -111,6 +140,14 @@ DESCRIPTIONS = {
     "moored_edit_image": (
         edit_image,
         "A picture, and a change of it; the model is loaded and unloaded.",
+    ),
+    "moored_sampled_image": (
+        sampled_image,
+        "A picture by Stable Diffusion XL, with one of its samplers.",
+    ),
+    "moored_edit_by_words": (
+        edit_by_words,
+        "A picture, and a change of it that a sentence asks for, by Qwen-Image-Edit.",
     ),
     "moored_generate_video": (generate_video, "A film from a prompt, within limits."),
     "moored_film_with_sound": (film_with_sound, "A film in which somebody speaks."),

@@ -11,24 +11,21 @@ from typing import Any
 
 import moored
 import pytest
-from headless import ROOT, Headless
+from headless import Headless
 from PIL import Image
+from tiny_models import FIXTURES, picture_models
 
 from service import Service
 
-FIXTURES = ROOT / "service/pipelines/fixtures"
 PROMPT = "a large red circle in the centre on a black background"
 QUICK: dict[str, Any] = {"seed": 7, "steps": 2, "width": 64, "height": 64}
 
 
 @pytest.fixture(scope="module")
 def editing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A service with a tiny FLUX.1, the same as Kontext, a tiny FLUX.2 klein, and two ControlNets."""
+    """A service with the tiny models of pictures, and two ControlNets."""
     models, nets = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("nets")
-    for name in ("plain", "kontext"):
-        shutil.copytree(FIXTURES / "flux-tiny", models / name)
-    shutil.copytree(FIXTURES / "flux-kontext-tiny", models / "kontext", dirs_exist_ok=True)
-    shutil.copytree(FIXTURES / "flux2-tiny", models / "klein")
+    picture_models(models)
     for name in ("single", "union"):
         shutil.copytree(FIXTURES / "flux-controlnet-tiny" / name, nets / name)
     arguments = ("--models", str(models), "--set", f"models.adapters={json.dumps([str(nets)])}")
@@ -228,3 +225,27 @@ def test_an_unusable_input_is_reported_in_a_sentence(
     assert engine_with.do(engine_with.run()).failed()
     assert said in str(node.parameter_output_values["result_details"])
     assert "image" not in node.parameter_output_values
+
+
+def test_a_model_with_several_samplers_takes_the_one_that_is_chosen(
+    engine_with: Headless, editing: Service
+) -> None:
+    model = engine_with.do(engine_with.node("DiffusionModel", model="sdxl"))
+    values = QUICK | {"prompt": PROMPT, "sampler": "euler_ancestral"}
+    node = engine_with.do(engine_with.node("GenerateImage", **values))
+    engine_with.do(engine_with.connect(model, "model_handle", node, "model"))
+    shown = []
+    with editing.client() as client:
+        for name in ("euler_ancestral", "default"):
+            engine_with.do(engine_with.set(node, sampler=name))
+            result = engine_with.do(engine_with.run())
+            assert result.succeeded(), result.result_details
+            shown.append(picture(node))
+            sampler: Any = None if name == "default" else name
+            own = client.generate_image(PROMPT, model="sdxl", sampler=sampler, **QUICK)
+            assert shown[-1].tobytes() == own.image.convert("RGB").tobytes()
+    assert shown[0].tobytes() != shown[1].tobytes()
+    engine_with.do(engine_with.set(model, model="plain"))
+    engine_with.do(engine_with.set(node, sampler="euler"))
+    assert engine_with.do(engine_with.run()).failed()
+    assert "sampler is not taken" in node.parameter_output_values["result_details"]

@@ -9,7 +9,10 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import declared_models
 from headless import LIBRARY, MANIFEST, Headless
+
+from service import ROOT
 
 NODES = {
     "MooredGPUConfiguration",
@@ -32,6 +35,31 @@ def test_every_node_is_made_while_no_service_runs(nowhere: Headless) -> None:
     for kind in NODES:
         node = nowhere.do(nowhere.node(kind.removeprefix("Moored")))
         assert type(node).__name__ == kind, "no placeholder"
+
+
+def test_the_manifest_is_of_the_engines_schema_and_declares_the_models_of_the_catalogue() -> None:
+    """Written by `declared_models.py --write`."""
+    from griptape_nodes.node_library.library_registry import LibrarySchema
+
+    manifest = json.loads((LIBRARY / MANIFEST).read_text(encoding="utf-8"))
+    schema = LibrarySchema.model_validate(manifest)
+    assert schema.model_extra is None
+    declared = [int(part) for part in schema.library_schema_version.split(".")]
+    assert declared <= [int(part) for part in LibrarySchema.LATEST_SCHEMA_VERSION.split(".")]
+    assert declared_models.declared(json.loads(json.dumps(manifest))) == manifest
+    catalogue = manifest["metadata"]["declarations"][1]["providers"]
+    flux = catalogue["black-forest-labs"]["models"]["flux-dev"]
+    assert flux["terms_url"].endswith("/black-forest-labs/FLUX.1-dev")
+    assert "Non-Commercial" in flux["notes"]
+    assert (LIBRARY / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_every_template_has_a_thumbnail() -> None:
+    """Drawn by `tests/nodes/make_thumbnails.py`; `scripts/packs` writes its address into the template."""
+    manifest = json.loads((LIBRARY / MANIFEST).read_text(encoding="utf-8"))
+    for template in manifest["workflows"]:
+        picture = (LIBRARY / template).with_suffix(".jpg")
+        assert picture.read_bytes()[:2] == b"\xff\xd8", template
 
 
 def test_the_declared_engine_is_no_newer_than_this_one() -> None:

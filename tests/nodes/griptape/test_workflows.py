@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import tomllib
 from headless import LIBRARY, MANIFEST, Headless
-from make_workflows import EDIT, FILM_MODEL, FRAMEPACK, PROMPT, SPEAKING_MODEL
+from make_workflows import (
+    EDIT,
+    EDITING_MODEL,
+    FILM_MODEL,
+    FRAMEPACK,
+    PROMPT,
+    SDXL_MODEL,
+    SPEAKING_MODEL,
+)
 from PIL import Image, ImageChops
 
 from service import ROOT, Service
@@ -44,7 +52,7 @@ def test_templates_name_models_as_the_service_lists_them() -> None:
     """Lists have the ids of the hub, also of a model that was pulled by its short name."""
     catalogue = tomllib.loads((ROOT / "service/hub/src/catalogue.toml").read_text(encoding="utf-8"))
     short = {model["id"] for model in catalogue["models"]}
-    named = {FILM_MODEL, FRAMEPACK, SPEAKING_MODEL}
+    named = {FILM_MODEL, FRAMEPACK, SPEAKING_MODEL, SDXL_MODEL, EDITING_MODEL}
     assert named <= short
     for template in TEMPLATES:
         text = (LIBRARY / template).read_text(encoding="utf-8")

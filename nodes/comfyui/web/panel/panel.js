@@ -20,13 +20,14 @@ export class Panel {
     this.connecting = make("p", { class: "moored-small", text: words.connecting });
     this.problem = make("p", {});
     const again = button(words.try_now, () => this.reconnect());
+    this.begin = button(words.start, () => this.startService());
     this.down = make(
       "div",
       { class: "moored-down", role: "alert" },
       make("strong", { text: words.down }),
       this.problem,
       make("p", { class: "moored-small", text: words.trying }),
-      make("div", { class: "moored-buttons" }, again),
+      make("div", { class: "moored-buttons" }, again, this.begin),
     );
     this.noCards = make("p", { class: "moored-small", text: words.no_cards });
     this.cards = new Views(make("div", {}), (card) => card.id, (card) => new CardView(card, actions));
@@ -81,7 +82,7 @@ export class Panel {
   update(snapshot) {
     write(this.endpoint, snapshot.endpoint);
     if (!snapshot.reachable) {
-      this.showProblem(snapshot.problem);
+      this.showProblem(snapshot.problem, snapshot.can_start);
       return;
     }
     show(this.connecting, false);
@@ -92,11 +93,18 @@ export class Panel {
     this.queue.update(snapshot.jobs);
   }
 
-  showProblem(sentence) {
+  showProblem(sentence, canStart = false) {
     show(this.connecting, false);
+    show(this.begin, canStart);
     show(this.up, false);
     write(this.problem, sentence);
     show(this.down, true);
+  }
+
+  async startService() {
+    this.begin.disabled = true;
+    if (await this.post("/moored/start", {})) this.reconnect();
+    this.begin.disabled = false;
   }
 
   async pin(model, pinned) {

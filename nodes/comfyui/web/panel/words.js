@@ -6,6 +6,7 @@ export const words = {
   comfyui_gone: "ComfyUI's server does not answer. The panel tries again by itself.",
   down: "No connection to the service",
   try_now: "Try now",
+  start: "Start one here",
   trying: "The panel tries again by itself.",
   no_cards: "The service has no GPU.",
   test: { button: "Test", asking: "Asking the service…" },

@@ -481,13 +481,15 @@ fn stored(number: u32) -> Option<Stored> {
         24 => Stored::I8,
         27 => Stored::I64,
         28 => Stored::F64,
+        39 => Stored::Gguf(GgufType::Mxfp4),
+        40 => Stored::Gguf(GgufType::Nvfp4),
         30 => Stored::Bf16,
         _ => return None,
     })
 }
 
 /// Names of the types that are not read, for messages.
-const UNREAD: [(u32, &str); 16] = [
+const UNREAD: [(u32, &str); 14] = [
     (9, "Q8_1"),
     (15, "Q8_K"),
     (16, "IQ2_XXS"),
@@ -501,7 +503,5 @@ const UNREAD: [(u32, &str); 16] = [
     (29, "IQ1_M"),
     (34, "TQ1_0"),
     (35, "TQ2_0"),
-    (39, "MXFP4"),
-    (40, "NVFP4"),
     (41, "Q1_0"),
 ];

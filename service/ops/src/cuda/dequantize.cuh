@@ -247,23 +247,41 @@ struct Int4 {
     }
 };
 
-// The table of 16, a scale for each row, then one in e4m3 for each group of columns; the result is on the grid of int8.
+// A scale for each row, then one for each group of columns, in e4m3 or f32 (WIDE); the result is on the grid of int8. Codes of
+// four bits index a table of 16, which comes first; SIX bits are a number, whose upper two bits are at the end of a row.
+template <bool SIX, bool WIDE>
 struct W4A8 {
-    static constexpr unsigned TABLE = 16;
+    static constexpr unsigned TABLE = SIX ? 0 : 16;
     __device__ static void read(const Weight& w, const float* table, unsigned first, float* out) {
+        constexpr unsigned WIDTH = WIDE ? 4 : 1;
+        const unsigned rows = w.numbers / w.columns, row = first / w.columns, column = first % w.columns;
+        const uint8_t* line = w.codes + static_cast<size_t>(row) * (w.columns / 4 * (SIX ? 3 : 2));
         uint8_t codes[UNIT / 2];
-        load_nibbles(w.codes + first / 2, codes);
-        const unsigned rows = w.numbers / w.columns;
+        load_nibbles(line + column / 2, codes);
         const uint8_t* groups = w.scales + 4 * static_cast<size_t>(rows);
-        const unsigned group = w.numbers / static_cast<unsigned>(w.codes - groups);
-        const float in_group = e4m3(groups[first / group]), in_row = f32_at(w.scales, first / w.columns);
+        const unsigned group = w.numbers / (static_cast<unsigned>(w.codes - groups) / WIDTH);
+        const float in_group = WIDE ? f32_at(groups, first / group) : e4m3(groups[first / group]);
+        const float in_row = f32_at(w.scales, row);
+        const uint8_t* upper = line + w.columns / 2 + column / 4;
         for (unsigned i = 0; i < UNIT; i++) {
-            const float scaled = table[low_first(codes, i) * LANES] * in_group;
+            float value;
+            if constexpr (SIX) {
+                const int code = low_first(codes, i) | (upper[i / 4] >> (i % 4 * 2) & 3) << 4;
+                value = static_cast<float>(code - 32);
+            } else {
+                value = table[low_first(codes, i) * LANES];
+            }
+            const float scaled = value * in_group;
             const float on_grid = isnan(scaled) ? scaled : fminf(fmaxf(rintf(scaled), -127.0f), 127.0f);
             out[i] = on_grid * in_row;
         }
     }
 };
+
+using W4A8Plain = W4A8<false, false>;
+using W4A8Wide = W4A8<false, true>;
+using W6A8Plain = W4A8<true, false>;
+using W6A8Wide = W4A8<true, true>;
 
 // A scale for each block of 128 rows and columns; the last blocks are cut, and eight codes may reach over a block's end.
 struct BlockFp8 {
@@ -279,33 +297,48 @@ struct BlockFp8 {
     }
 };
 
-// The scale of the tensor and padding, a scale in e4m3 for each 16 columns, then codes.
-template <bool FOR_TENSOR_CORES>
+// The scale of the tensor and padding, factors of columns if there are any, a scale in e4m3 for each 16 columns, then codes.
+template <bool SWIZZLED, bool HIGH_FIRST, bool FACTORS>
 struct Nvfp4 {
     static constexpr unsigned TABLE = 0;
     __device__ static void read(const Weight& w, const float*, unsigned first, float* out) {
         uint8_t codes[UNIT / 2];
         load_nibbles(w.codes + first / 2, codes);
-        const unsigned row = first / w.columns, block = first % w.columns / 16, blocks = w.columns / 16;
-        const size_t place =
-            FOR_TENSOR_CORES ? swizzled(row, block, blocks) : static_cast<size_t>(row) * blocks + block;
-        const float scale = e4m3(w.bytes[16 + place]) * f32_at(w.bytes, 0);
-        for (unsigned i = 0; i < UNIT; i++) out[i] = e2m1(low_first(codes, FOR_TENSOR_CORES ? i ^ 1 : i)) * scale;
+        const unsigned row = first / w.columns, column = first % w.columns, block = column / 16, blocks = w.columns / 16;
+        const size_t place = SWIZZLED ? swizzled(row, block, blocks) : static_cast<size_t>(row) * blocks + block;
+        const uint8_t* scales = w.bytes + 16 + (FACTORS ? 4 * static_cast<size_t>(w.columns) : 0);
+        const float scale = e4m3(scales[place]) * f32_at(w.bytes, 0);
+        for (unsigned i = 0; i < UNIT; i++) {
+            out[i] = e2m1(low_first(codes, HIGH_FIRST ? i ^ 1 : i)) * scale;
+            if constexpr (FACTORS) out[i] *= f32_at(w.bytes, 4 + column + i);
+        }
     }
 };
 
+using Nvfp4Tiles = Nvfp4<true, true, false>;
+using Nvfp4TilesColumns = Nvfp4<true, true, true>;
+using Nvfp4Rows = Nvfp4<false, false, false>;
+using Nvfp4RowsColumns = Nvfp4<false, false, true>;
+using Nvfp4Low = Nvfp4<true, false, false>;
+using Nvfp4LowColumns = Nvfp4<true, false, true>;
+
 // A power of two for each 32 columns, then codes.
+template <bool SWIZZLED>
 struct Mxfp8 {
     static constexpr unsigned TABLE = 0;
     __device__ static void read(const Weight& w, const float*, unsigned first, float* out) {
         uint8_t codes[UNIT];
         load8(w.codes + first, codes);
-        const unsigned row = first / w.columns, block = first % w.columns / 32;
-        const unsigned exponent = w.bytes[swizzled(row, block, w.columns / 32)];
+        const unsigned row = first / w.columns, block = first % w.columns / 32, blocks = w.columns / 32;
+        const size_t place = SWIZZLED ? swizzled(row, block, blocks) : static_cast<size_t>(row) * blocks + block;
+        const unsigned exponent = w.bytes[place];
         const float scale = __uint_as_float(exponent << 23);
         for (unsigned i = 0; i < UNIT; i++) out[i] = e4m3(codes[i]) * scale;
     }
 };
+
+using Mxfp8Tiles = Mxfp8<true>;
+using Mxfp8Rows = Mxfp8<false>;
 
 // Sum of four numbers less twice the one opposite: a row of the Hadamard matrix of four. Lanes `apart` and `2 apart` apart hold
 // the others.
@@ -541,6 +574,30 @@ struct IQ4_XS {
         const int low = b[4 + group / 2] >> (group % 2 * 4) & 15, high = upper >> (2 * group) & 3;
         const float scale = f16_at(b) * static_cast<float>((low | high << 4) - 32);
         for (unsigned i = 0; i < UNIT; i++) out[i] = scale * static_cast<float>(IQ4[codes[i] >> (j % 32 / 16 * 4) & 15]);
+    }
+};
+
+// An exponent of a power of two, then codes: half of the power, by twice the value.
+struct Mxfp4 {
+    static constexpr unsigned NUMBERS = 32, BYTES = 17;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        uint8_t codes[UNIT];
+        load8(b + 1 + j % 16, codes);
+        const unsigned exponent = b[0];
+        const float d = __uint_as_float(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = d * (2.0f * e2m1(codes[i] >> (j / 16 * 4) & 15));
+    }
+};
+
+// Four scales in e4m3 without a sign, then eight bytes of codes for each: low nibbles, then high ones.
+struct Nvfp4Blocks {
+    static constexpr unsigned NUMBERS = 64, BYTES = 36;
+    __device__ static void read(const uint8_t* b, unsigned j, float* out) {
+        uint8_t codes[UNIT];
+        load8(b + 4 + j / 16 * 8, codes);
+        const unsigned code = b[j / 16] & 0x7F;
+        const float scale = code == 0x7F ? 0.0f : e4m3(code);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = scale * e2m1(codes[i] >> (j % 16 / 8 * 4) & 15);
     }
 };
 

@@ -4,7 +4,9 @@
 #include "euler.cuh"
 #include "fp8.cuh"
 #include "norm.cuh"
+#include "packed.cuh"
 #include "rope.cuh"
+#include "shifted_bias.cuh"
 
 #define DEQUANTIZE_TO(format, read, dtype, T)                                                                    \
     extern "C" __global__ void __launch_bounds__(moored::DEQUANTIZE_THREADS) dequantize_##format##_##dtype(                             \
@@ -17,34 +19,60 @@
     DEQUANTIZE_TO(format, __VA_ARGS__, f16, __half)                                                              \
     DEQUANTIZE_TO(format, __VA_ARGS__, bf16, __nv_bfloat16)
 
+// Nibbles in groups of columns, by the types of their scales and zeros.
+#define INT4_GROUPS(EACH, order, ...)                                         \
+    EACH(int4_##order##_f16, ByUnit<moored::HalfGroups<moored::__VA_ARGS__>>) \
+    EACH(int4_##order##_bf16, ByUnit<moored::Bf16Groups<moored::__VA_ARGS__>>)
+
 // Formats other than fp8, by the suffix of their kernels and the type that reads them.
-#define OTHER_FORMATS(EACH)                            \
-    EACH(int8, ByRow<moored::Int8Value>)               \
-    EACH(nf4, ByTable<moored::PlainAbsmax>)            \
-    EACH(nf4_double, ByTable<moored::NestedAbsmax>)    \
-    EACH(q4_0, ByBlock<moored::Q4_0>)                  \
-    EACH(q4_1, ByBlock<moored::Q4_1>)                  \
-    EACH(q5_0, ByBlock<moored::Q5_0>)                  \
-    EACH(q5_1, ByBlock<moored::Q5_1>)                  \
-    EACH(q8_0, ByBlock<moored::Q8_0>)                  \
-    EACH(q2_k, ByBlock<moored::Q2_K>)                  \
-    EACH(q3_k, ByBlock<moored::Q3_K>)                  \
-    EACH(q4_k, ByBlock<moored::Q4_K>)                  \
-    EACH(q5_k, ByBlock<moored::Q5_K>)                  \
-    EACH(q6_k, ByBlock<moored::Q6_K>)                  \
-    EACH(iq4_nl, ByBlock<moored::IQ4_NL>)              \
-    EACH(iq4_xs, ByBlock<moored::IQ4_XS>)              \
-    EACH(e5m2_none, ByRow<moored::E5m2None>)           \
-    EACH(e5m2_tensor, ByRow<moored::E5m2Tensor>)       \
-    EACH(e5m2_rows, ByRow<moored::E5m2Rows>)           \
-    EACH(fp8_blocks, BlockFp8)                         \
-    EACH(int8_tensor, ByRow<moored::Int8Tensor>)       \
-    EACH(int8_rows, ByRow<moored::Int8Rows>)           \
-    EACH(int4, ByUnit<moored::Int4>)                   \
-    EACH(w4a8, ByUnit<moored::W4A8>)                   \
-    EACH(nvfp4, ByUnit<moored::Nvfp4<true>>)           \
-    EACH(nvfp4_rows, ByUnit<moored::Nvfp4<false>>)     \
-    EACH(mxfp8, ByUnit<moored::Mxfp8>)
+#define OTHER_FORMATS(EACH)                                             \
+    EACH(int8, ByRow<moored::Int8Value>)                                \
+    EACH(nf4, ByTable<moored::PlainAbsmax>)                             \
+    EACH(nf4_double, ByTable<moored::NestedAbsmax>)                     \
+    EACH(q4_0, ByBlock<moored::Q4_0>)                                   \
+    EACH(q4_1, ByBlock<moored::Q4_1>)                                   \
+    EACH(q5_0, ByBlock<moored::Q5_0>)                                   \
+    EACH(q5_1, ByBlock<moored::Q5_1>)                                   \
+    EACH(q8_0, ByBlock<moored::Q8_0>)                                   \
+    EACH(q2_k, ByBlock<moored::Q2_K>)                                   \
+    EACH(q3_k, ByBlock<moored::Q3_K>)                                   \
+    EACH(q4_k, ByBlock<moored::Q4_K>)                                   \
+    EACH(q5_k, ByBlock<moored::Q5_K>)                                   \
+    EACH(q6_k, ByBlock<moored::Q6_K>)                                   \
+    EACH(iq4_nl, ByBlock<moored::IQ4_NL>)                               \
+    EACH(iq4_xs, ByBlock<moored::IQ4_XS>)                               \
+    EACH(e5m2_none, ByRow<moored::E5m2None>)                            \
+    EACH(e5m2_tensor, ByRow<moored::E5m2Tensor>)                        \
+    EACH(e5m2_rows, ByRow<moored::E5m2Rows>)                            \
+    EACH(fp8_blocks, BlockFp8)                                          \
+    EACH(int8_tensor, ByRow<moored::Int8Tensor>)                        \
+    EACH(int8_rows, ByRow<moored::Int8Rows>)                            \
+    EACH(int4, ByUnit<moored::Int4>)                                    \
+    EACH(w4a8, ByUnit<moored::W4A8Plain>)                               \
+    EACH(w4a8_f32, ByUnit<moored::W4A8Wide>)                            \
+    EACH(w6a8, ByUnit<moored::W6A8Plain>)                               \
+    EACH(w6a8_f32, ByUnit<moored::W6A8Wide>)                            \
+    EACH(nvfp4, ByUnit<moored::Nvfp4Tiles>)                             \
+    EACH(nvfp4_columns, ByUnit<moored::Nvfp4TilesColumns>)              \
+    EACH(nvfp4_rows, ByUnit<moored::Nvfp4Rows>)                         \
+    EACH(nvfp4_rows_columns, ByUnit<moored::Nvfp4RowsColumns>)          \
+    EACH(nvfp4_low, ByUnit<moored::Nvfp4Low>)                           \
+    EACH(nvfp4_low_columns, ByUnit<moored::Nvfp4LowColumns>)            \
+    EACH(mxfp8, ByUnit<moored::Mxfp8Tiles>)                             \
+    EACH(mxfp8_rows, ByUnit<moored::Mxfp8Rows>)                         \
+    EACH(mxfp4, ByBlock<moored::Mxfp4>)                                 \
+    EACH(nvfp4_blocks, ByBlock<moored::Nvfp4Blocks>)                    \
+    INT4_GROUPS(EACH, less_eight, LessEight)                            \
+    INT4_GROUPS(EACH, signed, Signed)                                   \
+    INT4_GROUPS(EACH, autoawq, AutoAwq)                                 \
+    INT4_GROUPS(EACH, tinychat, TinyChat<1>)                            \
+    INT4_GROUPS(EACH, tinychat_3, TinyChat<3>)                          \
+    INT4_GROUPS(EACH, tinychat_6, TinyChat<6>)                          \
+    EACH(int8_groups_f16, ByUnit<moored::Int8Groups<moored::F16>>)      \
+    EACH(int8_groups_bf16, ByUnit<moored::Int8Groups<moored::Bf16>>)    \
+    EACH(int8_groups_f32, ByUnit<moored::Int8Groups<moored::F32>>)      \
+    EACH(svdquant_int4, ByUnit<moored::Svdquant<moored::SvdquantInt4>>) \
+    EACH(svdquant_fp4, ByUnit<moored::Svdquant<moored::SvdquantFp4>>)
 
 // Formats whose groups of columns are turned back, by the size of the groups. They are not multiplied in fp8.
 #define ROTATED_BY(format, group, ...) DEQUANTIZE(format##_by_##group, RotatedBy##group<moored::__VA_ARGS__>)
@@ -55,7 +83,10 @@
 ROTATED(int8_tensor, ByRow<moored::Int8Tensor>)
 ROTATED(int8_rows, ByRow<moored::Int8Rows>)
 ROTATED(int4, ByUnit<moored::Int4>)
-ROTATED(w4a8, ByUnit<moored::W4A8>)
+ROTATED(w4a8, ByUnit<moored::W4A8Plain>)
+ROTATED(w4a8_f32, ByUnit<moored::W4A8Wide>)
+ROTATED(w6a8, ByUnit<moored::W6A8Plain>)
+ROTATED(w6a8_f32, ByUnit<moored::W6A8Wide>)
 
 DEQUANTIZE(fp8_none, ByRow<moored::Fp8None>)
 DEQUANTIZE(fp8_tensor, ByRow<moored::Fp8Tensor>)
@@ -132,6 +163,10 @@ FINISH_PRODUCT(bf16, __nv_bfloat16)
     MAP_KERNEL(antialiased_snake_##dtype, AntialiasArguments, antialiased_snake<T>)                              \
     MAP_KERNEL(weight_scales_##dtype, ScalesArguments, weight_scales<T>)                                         \
     MAP_KERNEL(fold_weight_##dtype, FoldArguments, fold_weight<T>)
+#define SHIFTED_BIAS(dtype, T) MAP_KERNEL(shifted_bias_##dtype, ShiftedBiasArguments, shifted_bias<T>)
+SHIFTED_BIAS(f32, float)
+SHIFTED_BIAS(f16, __half)
+SHIFTED_BIAS(bf16, __nv_bfloat16)
 MAP_KERNEL(pcm16, Pcm16Arguments, pcm16)
 MAPS_OF(f32, float)
 MAPS_OF(f16, __half)

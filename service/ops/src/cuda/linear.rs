@@ -980,6 +980,67 @@ fn stored_codes(weight: &QuantizedWeight) -> Result<CodesAt> {
     Ok(at)
 }
 
+/// Mirrors the struct in `shifted_bias.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ShiftedBiasArguments {
+    bytes: u64,
+    scales_at: u64,
+    codes_at: u64,
+    bias: u64,
+    out: u64,
+    rows: u32,
+    columns: u32,
+    shift: f32,
+}
+
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for ShiftedBiasArguments {}
+
+/// The bias of a layer of SVDQuant in int4 whose inputs are shifted before they are multiplied by its codes.
+pub(crate) fn shifted_bias(weight: &QuantizedWeight, bias: Option<&Tensor>, dtype: DType) -> Result<Tensor> {
+    let (rows, columns) = rows_and_columns(&weight.shape);
+    let device = weight.bytes.device().as_cuda_device()?;
+    let fits = weight.format.fits(columns)
+        && rows.is_multiple_of(weight.format.multiple_of_rows())
+        && weight.bytes.elem_count() as u64 == weight.format.bytes(rows, columns).0;
+    let (Ok(row_count), Ok(width), true, true) = (
+        u32::try_from(rows),
+        u32::try_from(columns),
+        u32::try_from(rows * columns).is_ok(),
+        fits,
+    ) else {
+        candle_core::bail!(
+            "a weight of shape {:?} in {} is not {} bytes in whole tiles",
+            weight.shape,
+            weight.format,
+            weight.bytes.elem_count()
+        );
+    };
+    if bias.is_some_and(|bias| bias.dtype() != dtype || bias.dims() != [rows] || !bias.is_contiguous()) {
+        candle_core::bail!("a bias of {rows} numbers of {dtype:?} is expected");
+    }
+    let bytes = aligned(&weight.bytes)?;
+    let out = Tensor::zeros(rows, dtype, weight.bytes.device())?;
+    let place = |wanted| place_of(weight.format, rows, columns, wanted) as u64;
+    let arguments = ShiftedBiasArguments {
+        bytes: address_of(&bytes)?,
+        scales_at: place(WeightPart::Scales),
+        codes_at: place(WeightPart::Codes),
+        bias: bias.map(address_of).transpose()?.unwrap_or(0),
+        out: address_of(&out)?,
+        rows: row_count,
+        columns: width,
+        shift: weight.format.input_shift().number(),
+    };
+    let name = format!("shifted_bias_{}", kernel_dtype(dtype)?);
+    let card = Card::of(device)?;
+    // SAFETY: the structure mirrors `shifted_bias.cuh`; the bytes are as many as format and shape require and aligned, bias and
+    // result have a number for each row.
+    unsafe { card.launch(&device.cuda_stream(), name, (rows, 1, 1), THREADS, &arguments)? };
+    Ok(out)
+}
+
 /// Mirrors the arguments of `requantize_rows` in `fp8.cuh`.
 #[repr(C)]
 #[derive(Clone, Copy)]

@@ -29,8 +29,9 @@ use cudarc::driver::{
 };
 use cudarc::nvrtc::Ptx;
 use gpu::{
-    Fp8Scales, GgufType, Int8Scales, Nvfp4Order, QuantizedWeight, Rotation, Timeline, WeightFormat,
-    WeightPart, rows_and_columns,
+    ColumnFactors, Fp8Scales, GgufType, GroupNumbers, Int4Order, Int8Scales, Nvfp4Order, QuantizedWeight,
+    Rotation, ScaleOrder, SvdquantCodes, Timeline, W4A8Codes, W4A8Scales, WeightFormat, WeightPart,
+    rows_and_columns,
 };
 use half::{bf16, f16};
 
@@ -46,7 +47,9 @@ pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
 pub(crate) use euler::euler;
 #[cfg(test)]
 pub(crate) use linear::requantized;
-pub(crate) use linear::{add_product, linear_as_one, linear_into, linears_in_fp8, multiplies_fp8};
+pub(crate) use linear::{
+    add_product, linear_as_one, linear_into, linears_in_fp8, multiplies_fp8, shifted_bias,
+};
 pub(crate) use moments::group_moments;
 pub(crate) use norm::norm;
 pub(crate) use pictures::{blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
@@ -350,13 +353,37 @@ fn kernel_of(format: WeightFormat) -> String {
         WeightFormat::E5M2(Fp8Scales::Tensor) => "e5m2_tensor",
         WeightFormat::E5M2(Fp8Scales::Rows) => "e5m2_rows",
         WeightFormat::BlockFp8 => "fp8_blocks",
-        WeightFormat::Mxfp8 => "mxfp8",
-        WeightFormat::Nvfp4(Nvfp4Order::TensorCores) => "nvfp4",
-        WeightFormat::Nvfp4(Nvfp4Order::Rows) => "nvfp4_rows",
+        WeightFormat::Mxfp8(ScaleOrder::TensorCores) => "mxfp8",
+        WeightFormat::Mxfp8(ScaleOrder::Rows) => "mxfp8_rows",
+        WeightFormat::Nvfp4(Nvfp4Order::TensorCores, ColumnFactors::None) => "nvfp4",
+        WeightFormat::Nvfp4(Nvfp4Order::TensorCores, ColumnFactors::F32) => "nvfp4_columns",
+        WeightFormat::Nvfp4(Nvfp4Order::Rows, ColumnFactors::None) => "nvfp4_rows",
+        WeightFormat::Nvfp4(Nvfp4Order::Rows, ColumnFactors::F32) => "nvfp4_rows_columns",
+        WeightFormat::Nvfp4(Nvfp4Order::LowFirst, ColumnFactors::None) => "nvfp4_low",
+        WeightFormat::Nvfp4(Nvfp4Order::LowFirst, ColumnFactors::F32) => "nvfp4_low_columns",
+        WeightFormat::Svdquant {
+            codes: SvdquantCodes::Int4(_),
+            ..
+        } => "svdquant_int4",
+        WeightFormat::Svdquant {
+            codes: SvdquantCodes::Fp4,
+            ..
+        } => "svdquant_fp4",
+        WeightFormat::Int8Groups { numbers, .. } => match numbers {
+            GroupNumbers::F16 => "int8_groups_f16",
+            GroupNumbers::Bf16 => "int8_groups_bf16",
+            GroupNumbers::F32 => "int8_groups_f32",
+        },
+        WeightFormat::Int4Groups { order, numbers, .. } => return kernel_of_groups(order, numbers),
         WeightFormat::Int8Scaled(Int8Scales::Tensor, _) => "int8_tensor",
         WeightFormat::Int8Scaled(Int8Scales::Rows, _) => "int8_rows",
         WeightFormat::Int4(_) => "int4",
-        WeightFormat::W4A8 { .. } => "w4a8",
+        WeightFormat::W4A8 { codes, scales, .. } => match (codes, scales) {
+            (W4A8Codes::Four, W4A8Scales::E4M3) => "w4a8",
+            (W4A8Codes::Four, W4A8Scales::F32) => "w4a8_f32",
+            (W4A8Codes::Six, W4A8Scales::E4M3) => "w6a8",
+            (W4A8Codes::Six, W4A8Scales::F32) => "w6a8_f32",
+        },
         WeightFormat::Gguf(kind) => match kind {
             GgufType::Q4_0 => "q4_0",
             GgufType::Q4_1 => "q4_1",
@@ -370,12 +397,32 @@ fn kernel_of(format: WeightFormat) -> String {
             GgufType::Q6K => "q6_k",
             GgufType::IQ4NL => "iq4_nl",
             GgufType::IQ4XS => "iq4_xs",
+            GgufType::Mxfp4 => "mxfp4",
+            GgufType::Nvfp4 => "nvfp4_blocks",
         },
     };
     match rotation {
         Rotation::None => of_codes.to_owned(),
         Rotation::By16 | Rotation::By64 | Rotation::By256 => format!("{of_codes}_by_{}", rotation.group()),
     }
+}
+
+/// Suffix of nibbles in groups of columns in the kernels' names. There are none for scales in f32, nor for other numbers of
+/// parts: no program stores them.
+fn kernel_of_groups(order: Int4Order, numbers: GroupNumbers) -> String {
+    let order = match order {
+        Int4Order::LessEight => "less_eight".to_owned(),
+        Int4Order::Signed => "signed".to_owned(),
+        Int4Order::AutoAwq => "autoawq".to_owned(),
+        Int4Order::TinyChat { parts: 0 | 1 } => "tinychat".to_owned(),
+        Int4Order::TinyChat { parts } => format!("tinychat_{parts}"),
+    };
+    let numbers = match numbers {
+        GroupNumbers::F16 => "f16",
+        GroupNumbers::Bf16 => "bf16",
+        GroupNumbers::F32 => "f32",
+    };
+    format!("int4_{order}_{numbers}")
 }
 
 /// The bytes of a weight at an address aligned for wide loads. A separate allocation, as every weight is, needs no

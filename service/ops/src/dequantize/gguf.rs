@@ -1,6 +1,6 @@
 //! Block types of llama.cpp. The order of operations is that of the `gguf` Python package (`quants.py`).
 
-use gpu::GgufType;
+use gpu::{GgufType, e2m1_to_f32, e4m3_to_f32};
 use half::f16;
 
 use super::ReadCodes;
@@ -29,6 +29,8 @@ impl<'a> Blocks<'a> {
             GgufType::Q6K => q6_k,
             GgufType::IQ4NL => iq4_nl,
             GgufType::IQ4XS => iq4_xs,
+            GgufType::Mxfp4 => mxfp4,
+            GgufType::Nvfp4 => nvfp4,
         };
         Blocks {
             numbers,
@@ -220,6 +222,36 @@ fn iq4_xs(block: &[u8], out: &mut [f32]) {
         for ((low, high), &code) in first.iter_mut().zip(second).zip(&block[8 + 16 * group..]) {
             *low = scale * IQ4[usize::from(code & 15)];
             *high = scale * IQ4[usize::from(code >> 4)];
+        }
+    }
+}
+
+/// An exponent, then nibbles in e2m1 as in [`q4_0`]: `2^(exponent - 128)` by twice the value, so that no exponent overflows.
+fn mxfp4(block: &[u8], out: &mut [f32]) {
+    let exponent = u32::from(block[0]);
+    let d = f32::from_bits(match exponent {
+        0 | 1 => 0x0020_0000 << exponent,
+        _ => (exponent - 1) << 23,
+    });
+    let (low, high) = out.split_at_mut(16);
+    for ((low, high), &code) in low.iter_mut().zip(high).zip(&block[1..17]) {
+        *low = d * (2.0 * e2m1_to_f32(code & 15));
+        *high = d * (2.0 * e2m1_to_f32(code >> 4));
+    }
+}
+
+/// Four scales in e4m3 without a sign, of which the highest is 0, then for each 16 numbers nibbles in e2m1: low ones are the
+/// first eight, high ones the second.
+fn nvfp4(block: &[u8], out: &mut [f32]) {
+    for (group, out) in out.chunks_exact_mut(16).enumerate() {
+        let scale = match block[group] & 0x7F {
+            0x7F => 0.0,
+            code => e4m3_to_f32(code),
+        };
+        let (low, high) = out.split_at_mut(8);
+        for ((low, high), &code) in low.iter_mut().zip(high).zip(&block[4 + 8 * group..]) {
+            *low = scale * e2m1_to_f32(code & 15);
+            *high = scale * e2m1_to_f32(code >> 4);
         }
     }
 }

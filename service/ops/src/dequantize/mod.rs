@@ -7,11 +7,15 @@
 mod blocks;
 mod gguf;
 mod nf4;
+mod packed;
 mod rotated;
 mod rows;
 
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor};
-use gpu::{Fp8Scales, Int8Scales, QuantizedWeight, WeightFormat, WeightPart, rows_and_columns};
+use gpu::{
+    Fp8Scales, Int8Scales, QuantizedWeight, SvdquantCodes, W4A8Codes, WeightFormat, WeightPart,
+    rows_and_columns,
+};
 use half::slice::HalfFloatSliceExt as _;
 use half::vec::HalfBitsVecExt as _;
 use half::{bf16, f16};
@@ -25,7 +29,7 @@ const TASK: usize = 16 * PIECE;
 
 /// Reads codes on the CPU, with random access.
 trait ReadCodes: Sync {
-    /// Writes the elements from `first` on. `first` is a multiple of [`PIECE`], and `out` is at most that long and
+    /// Writes the elements from `first` on. `first` is the beginning of a block, and `out` is at most [`PIECE`] long and
     /// ends with a block or with the weight.
     fn read(&self, first: usize, out: &mut [f32]);
 }
@@ -73,6 +77,10 @@ fn checked(weight: &QuantizedWeight) -> Result<usize> {
     if !format.fits(columns) {
         candle_core::bail!("a weight of shape {shape:?} does not have whole blocks of {format} in each row");
     }
+    if !rows.is_multiple_of(format.multiple_of_rows()) {
+        let multiple = format.multiple_of_rows();
+        candle_core::bail!("a weight of shape {shape:?} in {format} has no multiple of {multiple} rows");
+    }
     let expected = format.bytes(rows, columns).0;
     if bytes.dtype() != DType::U8 || bytes.rank() != 1 || bytes.elem_count() as u64 != expected {
         candle_core::bail!(
@@ -98,14 +106,41 @@ fn f32_at(bytes: &[u8], index: usize) -> f32 {
     f32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
-fn on_cpu(weight: &QuantizedWeight, numbers: usize, dtype: DType) -> Result<Tensor> {
+/// Calls `read` with the bytes of a weight on the CPU.
+fn with_bytes<R>(weight: &QuantizedWeight, read: impl FnOnce(&[u8]) -> Result<R>) -> Result<R> {
     let bytes = weight.bytes.contiguous()?;
     let (storage, layout) = bytes.storage_and_layout();
-    let (Storage::Cpu(CpuStorage::U8(bytes)), Some((start, end))) = (&*storage, layout.contiguous_offsets())
-    else {
-        candle_core::bail!("contiguous bytes on the CPU are expected");
-    };
-    let bytes = &bytes[start..end];
+    match (&*storage, layout.contiguous_offsets()) {
+        (Storage::Cpu(CpuStorage::U8(bytes)), Some((start, end))) => read(&bytes[start..end]),
+        _ => candle_core::bail!("contiguous bytes on the CPU are expected"),
+    }
+}
+
+/// The sums of the rows of a weight of SVDQuant on the CPU, without its low-rank product.
+pub(crate) fn sums_of_rows(weight: &QuantizedWeight) -> Result<Vec<f64>> {
+    checked(weight)?;
+    let (rows, columns) = rows_and_columns(&weight.shape);
+    with_bytes(weight, |bytes| {
+        let read = svdquant_without_low_rank(weight.format, (rows, columns), bytes);
+        let sum = |row: usize| {
+            let mut sum = 0.0;
+            for first in (0..columns).step_by(PIECE) {
+                let count = PIECE.min(columns - first);
+                with_piece(&read, row * columns + first, count, |piece| {
+                    sum += piece.iter().map(|number| f64::from(*number)).sum::<f64>();
+                });
+            }
+            sum
+        };
+        Ok((0..rows).into_par_iter().map(sum).collect())
+    })
+}
+
+fn on_cpu(weight: &QuantizedWeight, numbers: usize, dtype: DType) -> Result<Tensor> {
+    with_bytes(weight, |bytes| of_bytes(weight, bytes, numbers, dtype))
+}
+
+fn of_bytes(weight: &QuantizedWeight, bytes: &[u8], numbers: usize, dtype: DType) -> Result<Tensor> {
     let (rows, columns) = rows_and_columns(&weight.shape);
     let part = |wanted| part(weight.format, rows, columns, wanted, bytes);
     let codes: Box<dyn ReadCodes + '_> = match weight.format {
@@ -134,13 +169,25 @@ fn on_cpu(weight: &QuantizedWeight, numbers: usize, dtype: DType) -> Result<Tens
             let int4 = blocks::Int4::new(part(WeightPart::Scales), part(WeightPart::Codes), columns);
             Box::new(rotated::Rotated::new(int4, rotation))
         }
-        WeightFormat::W4A8 { group, rotation } => {
-            let w4a8 = blocks::W4A8::new(
-                part(WeightPart::Table),
-                (part(WeightPart::Scales), part(WeightPart::BlockScales)),
-                part(WeightPart::Codes),
-                (columns, usize::from(group)),
-            );
+        WeightFormat::W4A8 {
+            group,
+            codes,
+            scales,
+            rotation,
+        } => {
+            let table = part(WeightPart::Table);
+            let w4a8 = blocks::W4A8 {
+                kind: codes,
+                table: match codes {
+                    W4A8Codes::Four => std::array::from_fn(|index| f32_at(table, index)),
+                    W4A8Codes::Six => [0.0; 16],
+                },
+                rows: part(WeightPart::Scales),
+                groups: (scales, part(WeightPart::BlockScales)),
+                codes: part(WeightPart::Codes),
+                columns,
+                group: usize::from(group),
+            };
             Box::new(rotated::Rotated::new(w4a8, rotation))
         }
         WeightFormat::BlockFp8 => Box::new(blocks::BlockFp8::new(
@@ -148,18 +195,54 @@ fn on_cpu(weight: &QuantizedWeight, numbers: usize, dtype: DType) -> Result<Tens
             part(WeightPart::Codes),
             columns,
         )),
-        WeightFormat::Nvfp4(order) => Box::new(blocks::Nvfp4::new(
+        WeightFormat::Nvfp4(order, _) => {
+            let nvfp4 = blocks::Nvfp4::new(
+                order,
+                f32_at(part(WeightPart::Scales), 0),
+                part(WeightPart::BlockScales),
+                part(WeightPart::Codes),
+                columns,
+            );
+            let factors = part(WeightPart::ColumnFactors);
+            Box::new(packed::ByColumns::new(nvfp4, factors, columns))
+        }
+        WeightFormat::Mxfp8(order) => Box::new(blocks::Mxfp8::new(
             order,
-            f32_at(part(WeightPart::Scales), 0),
             part(WeightPart::BlockScales),
             part(WeightPart::Codes),
             columns,
         )),
-        WeightFormat::Mxfp8 => Box::new(blocks::Mxfp8::new(
-            part(WeightPart::BlockScales),
-            part(WeightPart::Codes),
+        WeightFormat::Int4Groups {
+            order,
+            group,
+            numbers,
+        } => {
+            let of = packed::Groups {
+                numbers,
+                scales: part(WeightPart::Scales),
+                zeros: part(WeightPart::Zeros),
+                codes: part(WeightPart::Codes),
+                rows,
+                columns,
+                group: usize::from(group),
+            };
+            Box::new(packed::Int4Groups { order, of })
+        }
+        WeightFormat::Int8Groups { group, numbers } => Box::new(packed::Int8Groups(packed::Groups {
+            numbers,
+            scales: part(WeightPart::Scales),
+            zeros: part(WeightPart::Zeros),
+            codes: part(WeightPart::Codes),
+            rows,
             columns,
-        )),
+            group: group as usize,
+        })),
+        WeightFormat::Svdquant { rank, .. } => {
+            let factors = (part(WeightPart::LowRankDown), part(WeightPart::LowRankUp));
+            let smoothed = svdquant_without_low_rank(weight.format, (rows, columns), bytes);
+            let (ranks, shape) = (usize::from(rank), (rows, columns));
+            Box::new(packed::WithLowRank::new(smoothed, factors, ranks, shape))
+        }
         WeightFormat::Nf4 | WeightFormat::Fp4 => Box::new(nf4::Nf4::new(
             part(WeightPart::Table),
             nf4::Absmax::Plain(part(WeightPart::Scales)),
@@ -208,6 +291,27 @@ fn on_cpu(weight: &QuantizedWeight, numbers: usize, dtype: DType) -> Result<Tens
             Tensor::from_vec(out.reinterpret_into::<f16>(), shape, &Device::Cpu)
         }
     }
+}
+
+/// A weight of SVDQuant without its low-rank product.
+fn svdquant_without_low_rank(
+    format: WeightFormat,
+    (rows, columns): (usize, usize),
+    bytes: &[u8],
+) -> impl ReadCodes {
+    let part = |wanted| part(format, rows, columns, wanted, bytes);
+    let kind = match format {
+        WeightFormat::Svdquant { codes, .. } => codes,
+        _ => SvdquantCodes::Fp4,
+    };
+    let nibbles = packed::SvdquantNibbles {
+        kind,
+        scales: part(WeightPart::Scales),
+        blocks: part(WeightPart::BlockScales),
+        codes: part(WeightPart::Codes),
+        columns,
+    };
+    packed::ByColumns::new(nibbles, part(WeightPart::ColumnFactors), columns)
 }
 
 /// Calls `read` with every piece of `out` and its first index, on all cores.

@@ -1,11 +1,12 @@
 use gpu::{
-    FP8_BLOCK, Fp8Scales, GgufType, INT8_STEP, MXFP8_BLOCK, NF4_BLOCK, NF4_NESTED_BLOCK, NVFP4_BLOCK,
-    Nvfp4Order, Rotation, e2m1_to_f32, e4m3_to_f32, e5m2_to_f32, e8m0_to_f32,
+    ColumnFactors, FP8_BLOCK, Fp8Scales, GgufType, GroupNumbers, INT8_STEP, Int4Order, MXFP8_BLOCK,
+    NF4_BLOCK, NF4_NESTED_BLOCK, NVFP4_BLOCK, Nvfp4Order, Rotation, ScaleOrder, W4A8Scales, e2m1_to_f32,
+    e4m3_to_f32, e5m2_to_f32, e8m0_to_f32,
 };
 use proptest::prelude::*;
 
 use super::*;
-use crate::testing::{fixtures, formats, least_columns, quantized, random_bytes, test_device};
+use crate::testing::{fitting_rows, fixtures, formats, least_columns, quantized, random_bytes, test_device};
 
 /// Reference implementation, by index arithmetic over the whole weight, without blocks, rows or tasks.
 fn defined(format: WeightFormat, rows: usize, columns: usize, bytes: &[u8]) -> Vec<f32> {
@@ -72,22 +73,146 @@ fn defined_scaled(format: WeightFormat, rows: usize, columns: usize, bytes: &[u8
             let code = i16::from(low_nibble(index));
             f32::from(if code > 7 { code - 16 } else { code }) * f32_at(scales, row)
         }
-        WeightFormat::W4A8 { group, .. } => {
-            let value = f32_at(part(WeightPart::Table), low_nibble(index).into());
-            let scaled = value * e4m3_to_f32(of_blocks[index / usize::from(group)]);
+        WeightFormat::W4A8 {
+            group,
+            codes: kind,
+            scales: of_groups,
+            ..
+        } => {
+            let value = match kind {
+                W4A8Codes::Four => f32_at(part(WeightPart::Table), low_nibble(index).into()),
+                W4A8Codes::Six => {
+                    let line = &codes[row * columns * 3 / 4..];
+                    let lower = line[column / 2] >> (4 * (column % 2)) & 15;
+                    let upper = line[columns / 2 + column / 4] >> (2 * (column % 4)) & 3;
+                    f32::from(upper) * 16.0 + f32::from(lower) - 32.0
+                }
+            };
+            let of_group = index / usize::from(group);
+            let scaled = value
+                * match of_groups {
+                    W4A8Scales::E4M3 => e4m3_to_f32(of_blocks[of_group]),
+                    W4A8Scales::F32 => f32_at(of_blocks, of_group),
+                };
             scaled.round_ties_even().clamp(-127.0, 127.0) * f32_at(scales, row)
         }
-        WeightFormat::Nvfp4(order) => {
+        WeightFormat::Nvfp4(order, factors) => {
             let (block, blocks) = (column / NVFP4_BLOCK, columns / NVFP4_BLOCK);
             let (place, code) = match order {
                 Nvfp4Order::TensorCores => (in_tiles(row, block, blocks), nibble() as u8),
                 Nvfp4Order::Rows => (row * blocks + block, low_nibble(index)),
+                Nvfp4Order::LowFirst => (in_tiles(row, block, blocks), low_nibble(index)),
             };
-            e2m1_to_f32(code) * (e4m3_to_f32(of_blocks[place]) * f32_at(scales, 0))
+            let scaled = e2m1_to_f32(code) * (e4m3_to_f32(of_blocks[place]) * f32_at(scales, 0));
+            match factors {
+                ColumnFactors::None => scaled,
+                ColumnFactors::F32 => scaled * f32_at(part(WeightPart::ColumnFactors), column),
+            }
         }
-        WeightFormat::Mxfp8 => {
-            let place = in_tiles(row, column / MXFP8_BLOCK, columns / MXFP8_BLOCK);
+        WeightFormat::Mxfp8(order) => {
+            let (block, blocks) = (column / MXFP8_BLOCK, columns / MXFP8_BLOCK);
+            let place = match order {
+                ScaleOrder::TensorCores => in_tiles(row, block, blocks),
+                ScaleOrder::Rows => row * blocks + block,
+            };
             e4m3_to_f32(codes[index]) * e8m0_to_f32(of_blocks[place])
+        }
+        WeightFormat::Int4Groups {
+            order,
+            group,
+            numbers,
+        } => {
+            let of_group = column / usize::from(group);
+            let row = match order {
+                Int4Order::TinyChat { parts } => {
+                    let parts = usize::from(parts);
+                    row % (rows / parts) * parts + row / (rows / parts)
+                }
+                _ => row,
+            };
+            let scale = defined_number(numbers, scales, of_group * rows + row);
+            let zeros = part(WeightPart::Zeros);
+            let zero = |at| defined_number(numbers, zeros, at);
+            match order {
+                Int4Order::LessEight => {
+                    (f32::from(low_nibble(index)) - 8.0) * scale + zero(of_group * rows + row)
+                }
+                Int4Order::Signed => {
+                    let code = i16::from(low_nibble(index));
+                    let signed = if code > 7 { code - 16 } else { code };
+                    f32::from(signed) * scale + zero(of_group * rows + row)
+                }
+                Int4Order::AutoAwq => {
+                    // The nibble of row r of eight: even rows first, then odd ones.
+                    let of_word = |words: &[u8], line: usize| {
+                        let word = &words[(line * rows + row / 8 * 8) / 2..][..4];
+                        let word = u32::from_le_bytes([word[0], word[1], word[2], word[3]]);
+                        (word >> (4 * (row % 8 / 2 + row % 2 * 4)) & 15) as f32
+                    };
+                    (of_word(codes, column) - of_word(zeros, of_group)) * scale
+                }
+                Int4Order::TinyChat { .. } => {
+                    // Lines of four rows; in them 64 columns of each, in eights of words of four columns.
+                    let line = row / 4 * columns + column / 64 * 64;
+                    let word = line + row % 4 * 16 + column / 32 % 2 * 8 + column % 8;
+                    let word = u16::from_le_bytes([codes[2 * word], codes[2 * word + 1]]);
+                    let code = word >> (column / 8 % 4 * 4) & 15;
+                    f32::from(code) * scale + zero(of_group * rows + row)
+                }
+            }
+        }
+        WeightFormat::Int8Groups { group, numbers } => {
+            let of_group = index / group as usize;
+            let zero = part(WeightPart::Zeros)[of_group] as i8;
+            (f32::from(codes[index] as i8) - f32::from(zero)) * defined_number(numbers, scales, of_group)
+        }
+        WeightFormat::Svdquant { codes: kind, rank } => {
+            let half = |bytes: &[u8], at| defined_number(GroupNumbers::Bf16, bytes, at);
+            // A tile of 128 rows and 64 columns: [p 8][l 8][c 4][a 2][b 2], with n = 16p + 8a + l and k = 32b + 8c + i.
+            let (n, k) = (row % 128, column % 64);
+            let tile = row / 128 * (columns / 64) + column / 64;
+            let place = [
+                (n / 16, 8),
+                (n % 8, 8),
+                (k % 32 / 8, 4),
+                (n % 16 / 8, 2),
+                (k / 32, 2),
+            ];
+            let word = place.iter().fold(tile, |at, (digit, size)| at * size + digit);
+            let code = codes[4 * word + k % 8 / 2] >> (k % 2 * 4) & 15;
+            let scaled = match kind {
+                SvdquantCodes::Int4(_) => {
+                    let place = [(n / 16, 8), (n % 8 / 2, 4), (n / 8 % 2, 2), (n % 2, 2)];
+                    let at = place.iter().fold(tile, |at, (digit, size)| at * size + digit);
+                    let code = i16::from(code);
+                    f32::from(if code > 7 { code - 16 } else { code }) * half(scales, at)
+                }
+                SvdquantCodes::Fp4 => {
+                    let group = column / 16 % 4;
+                    let place = [(n % 8, 8), (n / 8 % 4, 4), (n / 32, 4), (group, 4)];
+                    let at = place.iter().fold(tile, |at, (digit, size)| at * size + digit);
+                    e2m1_to_f32(code) * (e4m3_to_f32(of_blocks[at]) * f32_at(scales, row))
+                }
+            };
+            let smoothed = scaled * f32_at(part(WeightPart::ColumnFactors), column);
+            let (down, up) = (part(WeightPart::LowRankDown), part(WeightPart::LowRankUp));
+            let ranks = usize::from(rank);
+            let at = |tile: usize, i: usize, j: usize| {
+                let place = [
+                    (i % 8, 8),
+                    (j % 8 / 2, 4),
+                    (i % 16 / 8, 2),
+                    (j % 16 / 8, 2),
+                    (j % 2, 2),
+                ];
+                place.iter().fold(tile, |at, (digit, size)| at * size + digit)
+            };
+            let mut sum = 0.0;
+            for r in 0..ranks {
+                let of_down = half(down, at(column / 16 * (ranks / 16) + r / 16, r, column));
+                sum += half(up, at(row / 16 * (ranks / 16) + r / 16, row, r)) * of_down;
+            }
+            smoothed + sum
         }
         WeightFormat::Int8 => (f32::from(codes[index] as i8) * f32_at(scales, index / columns)) * INT8_STEP,
         WeightFormat::Fp8(Fp8Scales::None) => e4m3_to_f32(codes[index]),
@@ -105,6 +230,15 @@ fn defined_scaled(format: WeightFormat, rows: usize, columns: usize, bytes: &[u8
             let (numbers, size) = kind.block();
             defined_in_block(kind, &codes[index / numbers * size..][..size], index % numbers)
         }
+    }
+}
+
+/// A number of this type at an index.
+fn defined_number(kind: GroupNumbers, bytes: &[u8], at: usize) -> f32 {
+    match kind {
+        GroupNumbers::F16 => f16::from_le_bytes([bytes[2 * at], bytes[2 * at + 1]]).to_f32(),
+        GroupNumbers::Bf16 => bf16::from_le_bytes([bytes[2 * at], bytes[2 * at + 1]]).to_f32(),
+        GroupNumbers::F32 => f32_at(bytes, at),
     }
 }
 
@@ -163,6 +297,20 @@ fn defined_in_block(kind: GgufType, b: &[u8], j: usize) -> f32 {
             let scale = (bits(4 + g / 2, g % 2 * 4, 15) | upper << 4) - 32;
             let code = bits(8 + 16 * g + j % 16, j % 32 / 16 * 4, 15);
             (half(0) * scale as f32) * super::gguf::IQ4[code as usize]
+        }
+        GgufType::Mxfp4 => {
+            let half_scale = match b[0] {
+                code @ (0 | 1) => f32::from_bits(0x0020_0000 << code),
+                code => f32::from_bits((u32::from(code) - 1) << 23),
+            };
+            half_scale * (2.0 * e2m1_to_f32(nibble(1) as u8))
+        }
+        GgufType::Nvfp4 => {
+            let scale = match b[j / 16] & 127 {
+                127 => 0.0,
+                code => e4m3_to_f32(code),
+            };
+            scale * e2m1_to_f32(bits(4 + j / 16 * 8 + j % 8, j % 16 / 8 * 4, 15) as u8)
         }
         GgufType::Q6K => {
             let low = bits(j / 128 * 64 + j % 64, j % 128 / 64 * 4, 15);
@@ -231,6 +379,7 @@ fn assert_bits(weight: &QuantizedWeight, expected: &[f32]) {
 }
 
 fn assert_defined_everywhere(format: WeightFormat, rows: usize, columns: usize, seed: u64) {
+    let rows = fitting_rows(format, rows);
     let bytes = random_bytes(format, rows, columns, seed);
     let expected = defined(format, rows, columns, &bytes);
     assert_bits(&quantized(format, &[rows, columns], bytes), &expected);
@@ -312,10 +461,11 @@ fn a_weight_may_have_any_rank() {
 #[test]
 fn a_view_into_an_allocation_is_dequantized_from_its_offset() {
     for format in formats() {
-        let bytes = random_bytes(format, 3, 256, 5);
-        let expected = defined(format, 3, 256, &bytes);
+        let rows = fitting_rows(format, 3);
+        let bytes = random_bytes(format, rows, 256, 5);
+        let expected = defined(format, rows, 256, &bytes);
         let count = bytes.len();
-        let mut whole = quantized(format, &[3, 256], [vec![7; 3], bytes, vec![7; 2]].concat());
+        let mut whole = quantized(format, &[rows, 256], [vec![7; 3], bytes, vec![7; 2]].concat());
         whole.bytes = whole.bytes.narrow(0, 3, count).unwrap();
         assert_bits(&whole, &expected);
     }
@@ -324,15 +474,16 @@ fn a_view_into_an_allocation_is_dequantized_from_its_offset() {
 #[test]
 fn bytes_that_do_not_match_the_shape_are_refused() {
     for format in formats() {
-        let right = format.bytes(3, 256).0 as usize;
+        let rows = fitting_rows(format, 3);
+        let right = format.bytes(rows, 256).0 as usize;
         for wrong in [0, right - 1, right + 1] {
-            let error = dequantize(&quantized(format, &[3, 256], vec![0; wrong]), DType::F32);
+            let error = dequantize(&quantized(format, &[rows, 256], vec![0; wrong]), DType::F32);
             assert!(
                 error.unwrap_err().to_string().contains("damaged"),
                 "{format} {wrong}"
             );
         }
-        let right = quantized(format, &[3, 256], vec![0; right]);
+        let right = quantized(format, &[rows, 256], vec![0; right]);
         assert!(dequantize(&right, DType::F64).is_err());
         let huge = quantized(format, &[1 << 40, 1 << 40], vec![]);
         assert!(dequantize(&huge, DType::F32).is_err());
@@ -341,6 +492,15 @@ fn bytes_that_do_not_match_the_shape_are_refused() {
             ..right
         };
         assert!(dequantize(&wrong_dtype, DType::F32).is_err());
+    }
+    for format in formats()
+        .into_iter()
+        .filter(|format| format.multiple_of_rows() > 1)
+    {
+        let odd = format.multiple_of_rows() + 1;
+        let bytes = vec![0; format.bytes(odd, 256).0 as usize];
+        let error = dequantize(&quantized(format, &[odd, 256], bytes), DType::F32).unwrap_err();
+        assert!(error.to_string().contains("no multiple of"), "{format}: {error}");
     }
     let partial = quantized(WeightFormat::Gguf(GgufType::Q4K), &[2, 128], vec![0; 144]);
     assert!(

@@ -1,10 +1,12 @@
 //! Linear layers against reference implementations in f64.
 
 use candle_core::{Device, Result};
-use gpu::{Fp8Scales, Rotation, WeightPart};
+use gpu::{Fp8Scales, Rotation, SvdquantCodes, W4A8Scales, WeightPart};
 
 use super::*;
-use crate::testing::{BF16_OPERATION, assert_close, formats, here, quantized, random, random_bytes};
+use crate::testing::{
+    BF16_OPERATION, assert_close, fitting_rows, formats, here, quantized, random, random_bytes,
+};
 
 /// Tolerance of sums of up to 768 products in f32 against f64.
 const F32_PRODUCT: f64 = 1e-5;
@@ -37,7 +39,24 @@ fn moderate_bytes(format: WeightFormat, rows: usize, columns: usize, seed: u64) 
     let mut bytes = random_bytes(format, rows, columns, seed);
     let has_codes_in_fp8 = matches!(
         format,
-        WeightFormat::Fp8(_) | WeightFormat::E5M2(_) | WeightFormat::BlockFp8 | WeightFormat::Mxfp8
+        WeightFormat::Fp8(_) | WeightFormat::E5M2(_) | WeightFormat::BlockFp8 | WeightFormat::Mxfp8(_)
+    );
+    let is_mxfp8 = matches!(format, WeightFormat::Mxfp8(_));
+    // Exponents of about 0, and scales without a sign.
+    if let WeightFormat::Gguf(kind @ (GgufType::Mxfp4 | GgufType::Nvfp4)) = format {
+        for block in bytes.chunks_exact_mut(kind.block().1) {
+            match kind {
+                GgufType::Mxfp4 => block[0] = 124 + (block[0] & 3),
+                _ => block[..4].iter_mut().for_each(|scale| *scale &= 0x3F),
+            }
+        }
+    }
+    let wide_scales = matches!(
+        format,
+        WeightFormat::W4A8 {
+            scales: W4A8Scales::F32,
+            ..
+        }
     );
     // The values of these codes are up to 127, and their scales a factor of 32 more.
     if let WeightFormat::Gguf(kind @ (GgufType::IQ4NL | GgufType::IQ4XS)) = format {
@@ -49,7 +68,8 @@ fn moderate_bytes(format: WeightFormat, rows: usize, columns: usize, seed: u64) 
         for byte in &mut bytes[range] {
             match part {
                 WeightPart::Codes if has_codes_in_fp8 => *byte &= 0xBF,
-                WeightPart::BlockScales if format == WeightFormat::Mxfp8 => *byte = 124 + (*byte & 3),
+                WeightPart::BlockScales if wide_scales => {}
+                WeightPart::BlockScales if is_mxfp8 => *byte = 124 + (*byte & 3),
                 WeightPart::BlockScales => *byte &= 0x3F,
                 _ => {}
             }
@@ -62,8 +82,9 @@ fn moderate_bytes(format: WeightFormat, rows: usize, columns: usize, seed: u64) 
 fn a_quantized_layer_equals_its_dequantized_layer() -> Result<()> {
     for (tokens, rows, columns) in [(1, 11, 256), (5, 7, 512), (3, 19, 768)] {
         let x = here(&random(&[tokens, columns], 1)?);
-        let bias = random(&[rows], 2)?;
         for format in formats() {
+            let rows = fitting_rows(format, rows);
+            let bias = random(&[rows], 2)?;
             let held = quantized(format, &[rows, columns], moderate_bytes(format, rows, columns, 3));
             let numbers = dequantize(&held, DType::F32)?;
             let weight = Weight::Quantized(held.clone());
@@ -77,7 +98,10 @@ fn a_quantized_layer_equals_its_dequantized_layer() -> Result<()> {
                 &expected,
                 F32_PRODUCT,
             )?;
-            // Odd row counts: fp8 is dequantized on a card too.
+            // With odd row counts fp8 is dequantized on a card too; others have separate tests.
+            if multiplies_fp8(crate::testing::test_device(), &weight, DType::BF16)? {
+                continue;
+            }
             let (x, bias) = (x.to_dtype(DType::BF16)?, bias.to_dtype(DType::BF16)?);
             let found = linear(&x, &weight, Some(&bias))?;
             assert_eq!(found.dtype(), DType::BF16);
@@ -85,6 +109,49 @@ fn a_quantized_layer_equals_its_dequantized_layer() -> Result<()> {
             let bias = bias.to_device(&Device::Cpu)?;
             assert_close(&found, &defined(&x, &numbers, Some(&bias))?, BF16_OPERATION)?;
         }
+    }
+    Ok(())
+}
+
+/// The codes of a layer after a GELU of Nunchaku's are multiplied by shifted inputs, its low-rank product by the inputs.
+#[test]
+fn a_shift_of_inputs_does_not_reach_the_low_rank_product() -> Result<()> {
+    let (tokens, rows, columns) = (3, 256, 128);
+    let format = |shift| WeightFormat::Svdquant {
+        codes: SvdquantCodes::Int4(shift),
+        rank: 16,
+    };
+    let bytes = moderate_bytes(format(InputShift::Gelu), rows, columns, 3);
+    let weight = |bytes: &[u8], shift| quantized(format(shift), &[rows, columns], bytes.to_vec());
+    let mut without_low_rank = bytes.clone();
+    for (part, range) in format(InputShift::Gelu).layout(rows, columns) {
+        if part == WeightPart::LowRankUp {
+            without_low_rank[range].fill(0);
+        }
+    }
+    let x = random(&[tokens, columns], 1)?;
+    let bias = random(&[rows], 2)?;
+    let ones = Tensor::full(InputShift::Gelu.number(), x.dims(), &Device::Cpu)?;
+    let plain = dequantize(&weight(&bytes, InputShift::None), DType::F32)?;
+    let codes = dequantize(&weight(&without_low_rank, InputShift::None), DType::F32)?;
+    let shift = defined(&ones, &codes, None)?;
+    let most = |t: &Tensor| t.abs()?.max_all()?.to_scalar::<f32>();
+    assert!(most(&shift)? > 0.1);
+    let shifted = Weight::Quantized(weight(&bytes, InputShift::Gelu));
+    for bias in [None, Some(&bias)] {
+        let expected = (defined(&x, &plain, bias)? + &shift)?;
+        let found = linear(&here(&x), &shifted, bias.map(here).as_ref())?;
+        assert_close(&found, &expected, F32_PRODUCT)?;
+        let short = here(&x).to_dtype(DType::BF16)?;
+        let bias = match bias {
+            Some(bias) => Some(here(bias).to_dtype(DType::BF16)?),
+            None => None,
+        };
+        let most = match multiplies_fp8(crate::testing::test_device(), &shifted, DType::BF16)? {
+            true => 0.07,
+            false => 2.0 * BF16_OPERATION,
+        };
+        assert_close(&linear(&short, &shifted, bias.as_ref())?, &expected, most)?;
     }
     Ok(())
 }
@@ -206,11 +273,12 @@ fn batched_layers_equal_each_layer_alone() -> Result<()> {
 #[test]
 fn batched_quantized_layers_equal_each_layer_alone() -> Result<()> {
     let device = crate::testing::test_device();
-    let (tokens, outputs, columns) = (9, 64, 256);
+    let (tokens, columns) = (9, 256);
     let x = random(&[1, tokens, columns], 1)?;
-    let biases = random(&[3, outputs], 2)?;
-    let biases_ = here(&biases);
     for format in formats() {
+        let outputs = fitting_rows(format, 64);
+        let biases = random(&[3, outputs], 2)?;
+        let biases_ = here(&biases);
         let one = linear_scratch(format, outputs, columns, tokens, DType::F32);
         for scratch in [one, 3 * one] {
             let scratch = Scratch::new(scratch, device)?;
@@ -297,7 +365,10 @@ fn low_rank_terms_equal_a_merged_weight_in_every_format() -> Result<()> {
             let x = here(&random(&[tokens, columns], 1)?).to_dtype(dtype)?;
             let bias = here(&random(&[rows], 2)?).to_dtype(dtype)?;
             let full = Weight::Full(here(&random(&[rows, columns], 3)?).to_dtype(dtype)?);
-            let quantized = formats().into_iter().map(|format| {
+            let fitting = formats()
+                .into_iter()
+                .filter(|format| rows.is_multiple_of(format.multiple_of_rows()));
+            let quantized = fitting.map(|format| {
                 let bytes = moderate_bytes(format, rows, columns, 3);
                 Weight::Quantized(quantized(format, &[rows, columns], bytes))
             });
@@ -412,13 +483,22 @@ fn low_rank_terms_that_do_not_fit_are_refused() -> Result<()> {
 
 #[test]
 fn formats_of_four_bits_or_fewer_are_multiplied_in_fp8_by_default() {
-    use GgufType::{IQ4NL, IQ4XS, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
-    let coarse = [Q2K, Q3K, Q4_0, Q4_1, Q4K, IQ4NL, IQ4XS].map(WeightFormat::Gguf);
+    use GgufType::{IQ4NL, IQ4XS, Mxfp4, Nvfp4, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+    let coarse = [Q2K, Q3K, Q4_0, Q4_1, Q4K, IQ4NL, IQ4XS, Mxfp4, Nvfp4].map(WeightFormat::Gguf);
     let fine = [Q5_0, Q5_1, Q5K, Q6K, Q8_0].map(WeightFormat::Gguf);
     for format in formats() {
         let is_rotated = format.rotation() != Rotation::None;
-        let is_fine =
-            fine.contains(&format) || matches!(format, WeightFormat::Int8 | WeightFormat::Int8Scaled(..));
+        let is_wide = matches!(
+            format,
+            WeightFormat::Int8
+                | WeightFormat::Int8Scaled(..)
+                | WeightFormat::Int8Groups { .. }
+                | WeightFormat::W4A8 {
+                    codes: W4A8Codes::Six,
+                    ..
+                }
+        );
+        let is_fine = fine.contains(&format) || is_wide;
         assert!(!coarse.contains(&format) || !is_fine);
         assert_eq!(
             Fp8Products::default().takes(format),
@@ -556,9 +636,10 @@ mod on_a_card {
         }
         let others = formats()
             .into_iter()
-            .filter(|format| !matches!(format, WeightFormat::Fp8(_)));
+            .filter(|format| Fp8Products::Always.takes(*format) && !matches!(format, WeightFormat::Fp8(_)));
         for format in others {
             for (rows, columns) in [(1, 256), (19, 1024), (64, 15360)] {
+                let rows = fitting_rows(format, rows);
                 let bytes = moderate_bytes(format, rows, columns, 3);
                 let weight = quantized(format, &[rows, columns], bytes);
                 let (codes, scales) = crate::cuda::requantized(&weight)?;
@@ -585,12 +666,15 @@ mod on_a_card {
         }
         for (tokens, rows, columns) in [(7, 48, 256), (33, 256, 1024), (300, 3072, 512)] {
             let x = random(&[tokens, columns], 1)?;
+            let least = rows;
             for (dtype, format) in [DType::BF16, DType::F16].into_iter().flat_map(|dtype| {
                 let coarse = formats().into_iter().filter(|format| {
                     Fp8Products::Auto.takes(*format) && !matches!(format, WeightFormat::Fp8(_))
                 });
                 coarse.map(move |format| (dtype, format))
             }) {
+                // A product in fp8 needs multiples of 16 rows.
+                let rows = fitting_rows(format, least).next_multiple_of(48);
                 let x = here(&x).to_dtype(dtype)?;
                 let bias = here(&random(&[rows], 2)?).to_dtype(dtype)?;
                 let bytes = moderate_bytes(format, rows, columns, 3);
@@ -620,7 +704,10 @@ mod on_a_card {
             for dtype in [DType::F32, DType::BF16] {
                 let x = here(&random(&[tokens, columns], 1)?).to_dtype(dtype)?;
                 let bias = here(&random(&[rows], 2)?).to_dtype(dtype)?;
-                for format in formats() {
+                let fitting = formats()
+                    .into_iter()
+                    .filter(|format| rows.is_multiple_of(format.multiple_of_rows()));
+                for format in fitting {
                     let bytes = moderate_bytes(format, rows, columns, 3);
                     let weight = Weight::Quantized(quantized(format, &[rows, columns], bytes));
                     // Kernels and cuBLAS's own workspace are loaded with the first call.

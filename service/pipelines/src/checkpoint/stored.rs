@@ -10,16 +10,23 @@
 //! | fp8 in blocks | `X.weight` (F8_E4M3), and `X.weight_scale_inv` (F32) for each 128 rows and columns |
 //! | ComfyUI's others | `X.comfy_quant` or the header says which (`comfy`): e5m2, int8 (rotated too), int4, w4a8, mxfp8, nvfp4 |
 //! | nvfp4 of ModelOpt | `X.weight` (U8, two codes a byte), `X.weight_scale` (F8_E4M3), `X.weight_scale_2` (F32) |
+//! | torchao | `X._weight_qdata`, `._weight_scale` and more; the header says what each weight is (`torchao`) |
+//! | AWQ of AutoAWQ | `X.qweight` (I32, eight rows a word), `.qzeros`, `.scales` (`groups`) |
+//! | SVDQuant, and AWQ beside it (Nunchaku) | `X.qweight`, `.wscales` and more (`svdquant`) |
 //! | GGUF | `X.weight` in blocks |
 //!
 //! Shapes and types of all parts are validated by headers. Values are not examined: scales that are not finite are
 //! accepted, and the stage that computes with them fails (`StageError::NotFinite`). Few values are read here: the offset of
-//! doubly quantized scales, which must be finite, and some codes of fp8 without scales (`scales_beside`).
+//! doubly quantized scales, which must be finite, some codes of fp8 without scales (`scales_beside`), and small tensors that are
+//! put into another order: factors of columns, biases.
 
 mod comfy;
 mod files;
+mod groups;
 mod parts;
 mod scales_beside;
+mod svdquant;
+mod torchao;
 mod unread;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -27,14 +34,16 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use gpu::{
-    ByteRange, CheckpointFile, FP8_BLOCK, Fp8Scales, Int8Scales, MXFP8_BLOCK, NF4_BLOCK, NF4_NESTED_BLOCK,
-    NVFP4_BLOCK, Nvfp4Order, SourcePiece, Stored, TensorEntry, WeightFormat, WeightPart, rows_and_columns,
+    ByteRange, CheckpointFile, ColumnFactors, FP8_BLOCK, Fp8Scales, Int4Order, Int8Scales, MXFP8_BLOCK,
+    NF4_BLOCK, NF4_NESTED_BLOCK, NVFP4_BLOCK, Nvfp4Order, ScaleOrder, SourcePiece, Stored, SvdquantCodes,
+    TensorEntry, W4A8Codes, WeightFormat, WeightPart, rows_and_columns,
 };
 use serde::Deserialize;
 
 use comfy::{COMFY_QUANT, ComfyLayer, layers_of_header};
 use files::{WeightFiles, no_weights};
 use parts::Float8;
+use torchao::{TorchaoWeight, weights_of_header};
 use unread::check_configuration;
 
 use super::components::open;
@@ -59,7 +68,7 @@ const BEHIND_WEIGHT: [&str; 6] = [
 ];
 /// Suffixes of tensors that belong to a layer `X`: scales, and quantization metadata. Scales of activations are not
 /// used: activations are not quantized, or by their own maxima.
-const BEHIND_LAYER: [&str; 14] = [
+const BEHIND_LAYER: [&str; 7] = [
     ".SCB",
     ".weight_format",
     ".weight_scale",
@@ -67,16 +76,9 @@ const BEHIND_LAYER: [&str; 14] = [
     ".input_scale",
     ".scale_input",
     COMFY_QUANT,
-    PARTS_OF_FORMATS[0],
-    PARTS_OF_FORMATS[1],
-    PARTS_OF_FORMATS[2],
-    PARTS_OF_FORMATS[3],
-    PARTS_OF_FORMATS[4],
-    PARTS_OF_FORMATS[5],
-    PARTS_OF_FORMATS[6],
 ];
 /// Suffixes of tensors that weights of some formats have, and without which those of others would be wrong.
-const PARTS_OF_FORMATS: [&str; 7] = [
+const PARTS_OF_FORMATS: [&str; 26] = [
     ".weight_scale_2",
     ".weight_scale_inv",
     ".weight_s_rel",
@@ -84,13 +86,39 @@ const PARTS_OF_FORMATS: [&str; 7] = [
     ".weight_codebook",
     ".weight_correction",
     ".pre_quant_scale",
+    ".weight_zeros",
+    "._weight_scale",
+    "._weight_zero_point",
+    "._weight_per_tensor_scale",
+    ".qzeros",
+    ".scales",
+    ".g_idx",
+    ".wscales",
+    ".wzeros",
+    ".wcscales",
+    ".wtscale",
+    ".smooth_factor",
+    ".smooth_factor_orig",
+    ".smooth",
+    ".smooth_orig",
+    ".proj_down",
+    ".proj_up",
+    ".lora_down",
+    ".lora_up",
 ];
+/// Suffixes of codes in files that call no tensor `X.weight`.
+const CODES: [&str; 2] = [".qweight", torchao::CODES];
 /// Suffix of a tensor that says how ComfyUI computes attention, which is not read.
 const ATTENTION: &str = ".comfy_attention.config";
 /// Suffixes of scales.
 const SCALES: [&str; 2] = [".weight_scale", ".scale_weight"];
 /// Name of the tensor with which ComfyUI marks files of scaled fp8.
 const MARKER: &str = "scaled_fp8";
+
+/// Suffixes of all tensors that belong to a layer.
+fn behind_layer() -> impl Iterator<Item = &'static str> {
+    BEHIND_LAYER.iter().chain(&PARTS_OF_FORMATS).copied()
+}
 
 /// A tensor and its file.
 #[derive(Clone, Debug)]
@@ -185,40 +213,51 @@ impl StoredTensor {
         {
             return Ok(self.parts.clone());
         }
-        let units: Vec<Option<(usize, usize)>> = match self.held {
-            StoredAs::Plain(stored) => vec![Some(stored.block())],
+        let cuts: Vec<Cut> = match self.held {
+            StoredAs::Plain(stored) => {
+                let (numbers, bytes) = stored.block();
+                vec![Cut::Blocks { numbers, bytes }]
+            }
             StoredAs::Quantized(format) => {
                 let parts = format.layout(all, columns).into_iter();
-                parts.map(|(part, _)| unit(format, part, columns)).collect()
+                parts.map(|(part, _)| cut(format, part, columns)).collect()
             }
         };
+        let crosses = |blocks: &str| {
+            let (name, held) = (&self.name, self.format_name());
+            let problem = format!(
+                "tensor {name} holds several layers, and in {held} its {blocks} reach over the ends of them: take a file of single \
+                 layers (in diffusers' names), or another format"
+            );
+            Err(unsupported(&self.file, problem))
+        };
         let mut pieces = Vec::new();
-        for (part, unit) in self.parts.iter().zip(units) {
-            let Some((numbers, bytes)) = unit else {
-                pieces.push(part.clone());
-                continue;
-            };
-            for &Rows { first, count } in rows {
-                let (begin, length) = (first * columns, count * columns);
-                if begin % numbers != 0 || length % numbers != 0 {
-                    let (name, held) = (&self.name, self.format_name());
-                    let problem = format!(
-                        "tensor {name} holds several layers, and in {held} its blocks of {numbers} reach over the ends of \
-                         them: take a file of single layers (in diffusers' names), or another format"
-                    );
-                    return Err(unsupported(&self.file, problem));
+        for (part, cut) in self.parts.iter().zip(cuts) {
+            match cut {
+                Cut::Shared => pieces.push(part.clone()),
+                Cut::Never => return crosses("blocks"),
+                Cut::Blocks { numbers, bytes } => {
+                    for &Rows { first, count } in rows {
+                        let (begin, length) = (first * columns, count * columns);
+                        if begin % numbers != 0 || length % numbers != 0 {
+                            return crosses(&format!("blocks of {numbers}"));
+                        }
+                        pieces.push(piece_of(part, begin / numbers * bytes, length / numbers * bytes));
+                    }
                 }
-                let from = (begin / numbers * bytes) as u64;
-                let length = (length / numbers * bytes) as u64;
-                if let SourcePiece::File { file, range } = part {
-                    pieces.push(SourcePiece::File {
-                        file: Arc::clone(file),
-                        range: ByteRange {
-                            offset: range.offset + from,
-                            length,
-                        },
-                    });
+                Cut::Lines { lines, bytes } => {
+                    for line in 0..lines {
+                        for &Rows { first, count } in rows {
+                            pieces.push(piece_of(part, (line * all + first) * bytes, count * bytes));
+                        }
+                    }
                 }
+            }
+        }
+        if let StoredAs::Quantized(format) = self.held {
+            let count: usize = rows.iter().map(|rows| rows.count).sum();
+            if !count.is_multiple_of(format.multiple_of_rows()) {
+                return crosses("tiles");
             }
         }
         Ok(pieces)
@@ -232,30 +271,130 @@ impl StoredTensor {
     }
 }
 
-/// Elements per entry of a part, and the entry's bytes; `None` for parts shared by the whole weight.
-fn unit(format: WeightFormat, part: WeightPart, columns: usize) -> Option<(usize, usize)> {
+/// A part of a piece.
+fn piece_of(piece: &SourcePiece, from: usize, length: usize) -> SourcePiece {
+    match piece {
+        SourcePiece::File { file, range } => SourcePiece::File {
+            file: Arc::clone(file),
+            range: ByteRange {
+                offset: range.offset + from as u64,
+                length: length as u64,
+            },
+        },
+        SourcePiece::Inline(bytes) => SourcePiece::Inline(bytes[from..from + length].into()),
+    }
+}
+
+/// How a part of a weight is cut into rows.
+#[derive(Clone, Copy)]
+enum Cut {
+    /// It is shared by the whole weight.
+    Shared,
+    /// Each so many numbers of the weight have so many bytes of it.
+    Blocks { numbers: usize, bytes: usize },
+    /// So many lines of so many bytes a row.
+    Lines { lines: usize, bytes: usize },
+    /// Its rows do not follow each other.
+    Never,
+}
+
+/// How a part of a weight of so many columns is cut.
+fn cut(format: WeightFormat, part: WeightPart, columns: usize) -> Cut {
     use WeightFormat as F;
+    let by = |numbers, bytes| Cut::Blocks { numbers, bytes };
     // Scales in the order of tensor cores: tiles of 128 rows by four blocks.
-    let tiles = |block: usize| Some((128 * columns, (columns / block).div_ceil(4) * 512));
+    let of_blocks = |order: ScaleOrder, block: usize| match order {
+        ScaleOrder::TensorCores => by(128 * columns, (columns / block).div_ceil(4) * 512),
+        ScaleOrder::Rows => by(block, 1),
+    };
+    let in_tiles = |part: WeightPart| {
+        let layout = format.layout(128, columns).into_iter();
+        let bytes = layout
+            .filter(|(each, _)| *each == part)
+            .map(|(_, range)| range.len());
+        by(128 * columns, bytes.sum())
+    };
     match (format, part) {
-        (_, WeightPart::Table | WeightPart::NestedTable | WeightPart::Offset | WeightPart::Padding) => None,
-        (F::Fp8(kind) | F::E5M2(kind), WeightPart::Scales) if kind != Fp8Scales::Rows => None,
-        (F::Int8Scaled(Int8Scales::Tensor, _) | F::Nvfp4(_), WeightPart::Scales) => None,
-        (F::Nf4Double | F::Fp4Double, WeightPart::Scales) => Some((NF4_BLOCK, 1)),
-        (F::Nf4 | F::Fp4, WeightPart::Scales) => Some((NF4_BLOCK, 4)),
-        (F::BlockFp8, WeightPart::Scales) => Some((FP8_BLOCK * columns, 4 * columns.div_ceil(FP8_BLOCK))),
-        (_, WeightPart::Scales) => Some((columns, 4)),
-        (_, WeightPart::NestedAbsmax) => Some((NF4_BLOCK * NF4_NESTED_BLOCK, 4)),
-        (F::Nvfp4(Nvfp4Order::TensorCores), WeightPart::BlockScales) => tiles(NVFP4_BLOCK),
-        (F::Nvfp4(Nvfp4Order::Rows), WeightPart::BlockScales) => Some((NVFP4_BLOCK, 1)),
-        (F::W4A8 { group, .. }, WeightPart::BlockScales) => Some((group.into(), 1)),
-        (_, WeightPart::BlockScales) => tiles(MXFP8_BLOCK),
-        (F::Gguf(kind), WeightPart::Codes) => Some(kind.block()),
         (
-            F::Int8 | F::Fp8(_) | F::E5M2(_) | F::BlockFp8 | F::Int8Scaled(..) | F::Mxfp8,
+            _,
+            WeightPart::Table
+            | WeightPart::NestedTable
+            | WeightPart::Offset
+            | WeightPart::Padding
+            | WeightPart::ColumnFactors
+            | WeightPart::LowRankDown,
+        ) => Cut::Shared,
+        (F::Fp8(kind) | F::E5M2(kind), WeightPart::Scales) if kind != Fp8Scales::Rows => Cut::Shared,
+        (F::Int8Scaled(Int8Scales::Tensor, _) | F::Nvfp4(..), WeightPart::Scales) => Cut::Shared,
+        (F::Nf4Double | F::Fp4Double, WeightPart::Scales) => by(NF4_BLOCK, 1),
+        (F::Nf4 | F::Fp4, WeightPart::Scales) => by(NF4_BLOCK, 4),
+        (F::BlockFp8, WeightPart::Scales) => by(FP8_BLOCK * columns, 4 * columns.div_ceil(FP8_BLOCK)),
+        // What lies in tiles of 128 rows: all but the factors of rows.
+        (
+            F::Svdquant {
+                codes: SvdquantCodes::Fp4,
+                ..
+            },
+            WeightPart::Scales,
+        ) => by(columns, 4),
+        (F::Svdquant { .. }, part) => in_tiles(part),
+        // Interleaved rows, and rows side by side in words.
+        (
+            F::Int4Groups {
+                order: Int4Order::AutoAwq,
+                ..
+            },
+            WeightPart::Codes | WeightPart::Zeros,
+        ) => Cut::Never,
+        (
+            F::Int4Groups {
+                order: Int4Order::TinyChat { parts },
+                ..
+            },
+            _,
+        ) if parts > 1 => Cut::Never,
+        (
+            F::Int4Groups {
+                order: Int4Order::TinyChat { .. },
+                ..
+            },
             WeightPart::Codes,
-        ) => Some((1, 1)),
-        (_, WeightPart::Codes) => Some((2, 1)),
+        ) => by(4 * columns, 2 * columns),
+        (F::Int4Groups { group, numbers, .. }, WeightPart::Scales | WeightPart::Zeros) => Cut::Lines {
+            lines: columns / usize::from(group.max(1)),
+            bytes: numbers.width(),
+        },
+        (F::Int8Groups { group, numbers }, WeightPart::Scales) => by(group as usize, numbers.width()),
+        (F::Int8Groups { group, .. }, WeightPart::Zeros) => by(group as usize, 1),
+        (_, WeightPart::Zeros | WeightPart::LowRankUp) => Cut::Never,
+        (_, WeightPart::Scales) => by(columns, 4),
+        (_, WeightPart::NestedAbsmax) => by(NF4_BLOCK * NF4_NESTED_BLOCK, 4),
+        (F::Nvfp4(order, _), WeightPart::BlockScales) => of_blocks(order.scales(), NVFP4_BLOCK),
+        (F::Mxfp8(order), WeightPart::BlockScales) => of_blocks(order, MXFP8_BLOCK),
+        (F::W4A8 { group, scales, .. }, WeightPart::BlockScales) => by(group.into(), scales.width()),
+        (_, WeightPart::BlockScales) => Cut::Never,
+        (F::Gguf(kind), WeightPart::Codes) => {
+            let (numbers, bytes) = kind.block();
+            by(numbers, bytes)
+        }
+        (
+            F::Int8
+            | F::Fp8(_)
+            | F::E5M2(_)
+            | F::BlockFp8
+            | F::Int8Scaled(..)
+            | F::Int8Groups { .. }
+            | F::Mxfp8(_),
+            WeightPart::Codes,
+        ) => by(1, 1),
+        (
+            F::W4A8 {
+                codes: W4A8Codes::Six,
+                ..
+            },
+            WeightPart::Codes,
+        ) => by(columns, columns / 4 * 3),
+        (_, WeightPart::Codes) => by(2, 1),
     }
 }
 
@@ -266,6 +405,8 @@ pub(crate) struct Checkpoint {
     tensors: BTreeMap<String, LocatedTensor>,
     /// The layers of which ComfyUI's metadata say how they are quantized, by their names.
     comfy: BTreeMap<String, ComfyLayer>,
+    /// The weights that torchao's headers describe, by their names.
+    torchao: BTreeMap<String, TorchaoWeight>,
     pub(crate) files: Vec<ModelFile>,
 }
 
@@ -287,10 +428,13 @@ impl Checkpoint {
             };
             Some((rename_with_parts(name, &rename)?, place))
         });
+        let tensors: Vec<_> = tensors.collect();
+        check_codes(file, tensors.iter().map(|(name, _)| name.as_str()))?;
         let checkpoint = Checkpoint {
             place: file.path().to_path_buf(),
-            tensors: tensors.collect(),
+            tensors: tensors.into_iter().collect(),
             comfy: layers_of_header(file, &rename)?,
+            torchao: weights_of_header(file, &rename)?,
             files: vec![ModelFile::of(file)],
         };
         checkpoint.check_foreign()?;
@@ -305,7 +449,8 @@ impl Checkpoint {
         }
         let ShardIndex { weight_map } = read_json(index)?;
         let mut shards: BTreeMap<String, CheckpointFile> = BTreeMap::new();
-        let (mut tensors, mut comfy) = (BTreeMap::new(), BTreeMap::new());
+        let (mut tensors, mut comfy, mut torchao) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        let same = |name: &str| Some(name.to_owned());
         for (name, shard) in weight_map {
             if Path::new(&shard).components().count() != 1 || shard.contains("..") {
                 return Err(damaged(index, format!("{shard:?} is no plain file name")));
@@ -320,7 +465,8 @@ impl Checkpoint {
                     return Err(incomplete(folder, problem));
                 }
                 let file = open(&path)?;
-                comfy.extend(layers_of_header(&file, &|name| Some(name.to_owned()))?);
+                comfy.extend(layers_of_header(&file, &same)?);
+                torchao.extend(weights_of_header(&file, &same)?);
                 shards.insert(shard.clone(), file);
             }
             let file = &shards[&shard];
@@ -328,13 +474,21 @@ impl Checkpoint {
                 let problem = format!("tensor {name} is not in it, and the index says so");
                 damaged(file.path(), problem)
             })?;
-            let file = Arc::clone(file.path());
-            tensors.insert(name, LocatedTensor { file, entry });
+            let located = LocatedTensor {
+                file: Arc::clone(file.path()),
+                entry,
+            };
+            if let Some(name) = rename_with_parts(&name, &same)
+                && tensors.insert(name.clone(), located).is_some()
+            {
+                return Err(unsupported(file.path(), two_weights(&name)));
+            }
         }
         let checkpoint = Checkpoint {
             place: index.to_owned(),
             tensors,
             comfy,
+            torchao,
             files: shards.values().map(ModelFile::of).collect(),
         };
         checkpoint.check_foreign()?;
@@ -399,7 +553,7 @@ impl Checkpoint {
     pub(crate) fn left_over<'a>(&'a self, known: &BTreeSet<String>) -> Option<(&'a str, &'a Path)> {
         let belongs = |name: &str| {
             let weight = BEHIND_WEIGHT.iter().find_map(|behind| name.strip_suffix(behind));
-            let layer = BEHIND_LAYER.iter().find_map(|behind| name.strip_suffix(behind));
+            let layer = behind_layer().find_map(|behind| name.strip_suffix(behind));
             name == MARKER
                 || weight.is_some_and(|weight| known.contains(weight))
                 || layer.is_some_and(|layer| known.contains(&format!("{layer}.weight")))
@@ -419,7 +573,13 @@ impl Checkpoint {
             return Err(damaged(&self.place, format!("tensor {name} is missing")));
         };
         let Some(layer) = name.strip_suffix(".weight") else {
-            return Ok(plain(name, place));
+            return match name.strip_suffix(".bias") {
+                Some(layer) => {
+                    let bias = self.bias_of_nunchaku(name, layer, place)?;
+                    Ok(bias.unwrap_or_else(|| plain(name, place)))
+                }
+                None => Ok(plain(name, place)),
+            };
         };
         let scales = SCALES
             .iter()
@@ -432,6 +592,18 @@ impl Checkpoint {
         }
         if let Some(quantized) = self.comfy.get(layer) {
             return self.comfy_layer(name, layer, place, quantized);
+        }
+        if let Some(weight) = self.torchao.get(name) {
+            return self.torchao_layer(name, layer, place, weight);
+        }
+        if self.has(&format!("{layer}.wzeros")) {
+            return self.tinychat(name, layer, place);
+        }
+        if self.is_svdquant(layer) {
+            return self.svdquant(name, layer, place);
+        }
+        if place.entry.stored == Stored::I32 && self.has(&format!("{layer}.qzeros")) {
+            return self.autoawq(name, layer, place);
         }
         match place.entry.stored {
             Stored::U8 if self.has(&format!("{layer}.weight_scale_2")) => self.nvfp4(name, layer, place),
@@ -500,8 +672,25 @@ impl Checkpoint {
             layer,
             place,
             [rows, 2 * columns],
-            WeightFormat::Nvfp4(order),
+            WeightFormat::Nvfp4(order, self.column_factors(layer)),
         )
+    }
+
+    /// Whether the columns of a layer have factors.
+    fn column_factors(&self, layer: &str) -> ColumnFactors {
+        match self.has(&format!("{layer}.pre_quant_scale")) {
+            true => ColumnFactors::F32,
+            false => ColumnFactors::None,
+        }
+    }
+
+    /// The place of a tensor.
+    ///
+    /// # Errors
+    /// When it is missing.
+    fn located(&self, name: &str) -> Result<&LocatedTensor, ModelError> {
+        let missing = || damaged(&self.place, format!("tensor {name} is missing"));
+        self.tensors.get(name).ok_or_else(missing)
     }
 
     /// A tensor of this layer that is neither weight, bias, nor a known part of the weight. It may contain scales
@@ -509,7 +698,8 @@ impl Checkpoint {
     fn unknown_part(&self, layer: &str) -> Option<&str> {
         let of_layer = format!("{layer}.");
         let known = |behind: &str| {
-            ["weight", "bias"].contains(&behind) || BEHIND_LAYER.contains(&&*format!(".{behind}"))
+            let is_known = |known: &str| known.strip_prefix('.') == Some(behind);
+            ["weight", "bias"].contains(&behind) || behind_layer().any(is_known)
         };
         self.names()
             .find(|name| name.strip_prefix(&of_layer).is_some_and(|behind| !known(behind)))
@@ -552,11 +742,31 @@ fn rename_with_parts(name: &str, rename: &impl Fn(&str) -> Option<String>) -> Op
         let weight = rename(&format!("{}.weight", name.strip_suffix(*behind)?))?;
         Some(format!("{}{behind}", weight.strip_suffix(".weight")?))
     };
+    let codes = CODES.iter().find_map(|behind| name.strip_suffix(behind));
+    let of_codes = codes.and_then(|layer| rename(&format!("{layer}.weight")));
     BEHIND_WEIGHT
         .iter()
         .find_map(of_weight)
-        .or_else(|| BEHIND_LAYER.iter().find_map(of_layer))
+        .or_else(|| behind_layer().find_map(|behind| of_layer(&behind)))
+        .or(of_codes)
         .or_else(|| rename(name))
+}
+
+/// Refuses a file in which codes have the same name as another weight.
+fn check_codes<'a>(file: &CheckpointFile, names: impl Iterator<Item = &'a str>) -> Result<(), ModelError> {
+    let has_codes = |(name, _): (&str, _)| CODES.iter().any(|behind| name.ends_with(behind));
+    if !file.tensors().any(has_codes) {
+        return Ok(());
+    }
+    let mut seen = BTreeSet::new();
+    match names.into_iter().find(|name| !seen.insert(*name)) {
+        None => Ok(()),
+        Some(twice) => Err(unsupported(file.path(), two_weights(twice))),
+    }
+}
+
+fn two_weights(name: &str) -> String {
+    format!("two tensors are {name}: the codes of a quantized weight, and a weight beside them; {SUPPORTED}")
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 
 use super::components::{Requested, exact_component};
-use super::spec::TensorSpec;
+use super::spec::{Rows, TensorSpec};
 use super::stored::Checkpoint;
 use crate::files::{read_json, unsupported};
 use crate::{ComponentFiles, ModelError};
@@ -99,11 +99,45 @@ impl TransformerPlace {
         checked.map_err(|problem| unsupported(&of_config, problem))?;
         let mut specs = config.layout();
         if naming == Naming::Diffusers {
-            let whole = |spec: TensorSpec| TensorSpec::whole(spec.name, spec.shape);
-            specs = specs.into_iter().map(whole).collect();
+            let named = |spec: TensorSpec| in_diffusers(spec, &checkpoint);
+            specs = specs.into_iter().map(named).collect();
         }
         let files = exact_component(&place, checkpoint, &specs, wanted, C::WHAT)?;
         Ok((config, files))
+    }
+}
+
+/// Layers that diffusers fuses (`fuse_qkv_projections`), as Nunchaku's files have them, and what they consist of.
+const FUSED: [(&str, [&str; 3]); 3] = [
+    ("to_qkv", ["to_q", "to_k", "to_v"]),
+    ("add_qkv_proj", ["add_q_proj", "add_k_proj", "add_v_proj"]),
+    ("to_added_qkv", ["add_q_proj", "add_k_proj", "add_v_proj"]),
+];
+
+/// The place of a tensor in a file with diffusers' names: a tensor of its name, or rows of one of a fused layer.
+fn in_diffusers(spec: TensorSpec, checkpoint: &Checkpoint) -> TensorSpec {
+    let whole = TensorSpec::whole(spec.name, spec.shape);
+    if checkpoint.has(&whole.name) {
+        return whole;
+    }
+    let fused = FUSED.iter().find_map(|(fused, layers)| {
+        let (before, kind) = whole.name.rsplit_once('.')?;
+        let (block, layer) = before.rsplit_once('.')?;
+        let which = layers.iter().position(|name| *name == layer)?;
+        let name = format!("{block}.{fused}.{kind}");
+        checkpoint.has(&name).then_some((name, which))
+    });
+    match fused {
+        None => whole,
+        Some((tensor, which)) => {
+            let count = whole.shape.first().copied().unwrap_or_default();
+            let first = which * count;
+            TensorSpec {
+                tensor,
+                rows: vec![Rows { first, count }],
+                ..whole
+            }
+        }
     }
 }
 

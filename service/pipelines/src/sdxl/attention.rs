@@ -1,6 +1,8 @@
 //! Attention of the UNet: diffusers' `Transformer2DModel` with linear projections, of `BasicTransformerBlock`s with GEGLU. A map
 //! `[items, h, w, c]` is its tokens `[items, h w, c]` in memory.
 
+use std::cell::OnceCell;
+
 use candle_core::{Result, Tensor};
 use gpu::{BlockPlace, MissingTensor, WeightStream};
 use model::StageError;
@@ -87,8 +89,6 @@ struct Buffers {
     normed: Tensor,
     /// `[rows * WIDEST * c]`: queries, keys and values, or both halves of the feed-forward.
     wide: Tensor,
-    /// `[items * text, 2 c]`: keys and values of the text.
-    of_text: Tensor,
 }
 
 impl Buffers {
@@ -119,19 +119,28 @@ impl AttentionLayer {
         of_attention.chain([&self.widen, &self.narrow])
     }
 
-    /// Adds the layer to the residual stream of `items` items, whose normalized rows are ready; `next` is the norm that follows.
+    /// Keys and values `[items * text, 2 c]` of the text.
+    fn keys_and_values(&self, states: &Tensor, channels: usize, scratch: &Scratch) -> Result<Tensor> {
+        let both = ops::blank(&[states.dim(0)?, 2 * channels], states.dtype(), states.device())?;
+        let [key, value] = [0, 1].map(|i| both.narrow(1, i * channels, channels));
+        let (key, value) = (key?, value?);
+        let layers = [self.text.key.to(&key)?, self.text.value.to(&value)?];
+        linears_into(states, &layers, Epilogue::None, scratch)?;
+        Ok(both)
+    }
+
+    /// Adds the layer to the residual stream of `items` items, whose normalized rows are ready. `of_text` is keys and values of the
+    /// text, `next` the norm that follows.
     fn forward(
         &self,
         buffers: &Buffers,
-        states: &Tensor,
+        of_text: &Tensor,
         (items, shape): (usize, Shape),
         next: Option<&LayerNorm>,
         scratch: &Scratch,
     ) -> Result<()> {
         let Shape { channels, heads } = shape;
-        let Buffers {
-            sum, normed, of_text, ..
-        } = buffers;
+        let Buffers { sum, normed, .. } = buffers;
         let rows = sum.dim(0)?;
         let (tokens, head) = (rows / items, channels / heads);
         let scale = 1.0 / (head as f64).sqrt();
@@ -153,10 +162,6 @@ impl AttentionLayer {
         let text = &self.text;
         text.query
             .forward_into(normed, Epilogue::None, &branch, scratch)?;
-        let [key, value] = [0, 1].map(|i| of_text.narrow(1, i * channels, channels));
-        let (key, value) = (key?, value?);
-        let layers = [text.key.to(&key)?, text.value.to(&value)?];
-        linears_into(states, &layers, Epilogue::None, scratch)?;
         let words = of_text.dim(0)? / items;
         let by_head = of_text.reshape((items, words, 2 * heads, head))?;
         let [key, value] = [0, 1].map(|i| by_head.narrow(2, i * heads, heads));
@@ -182,6 +187,8 @@ impl AttentionLayer {
 pub(super) struct Surroundings<'a> {
     /// The states of the text, `[items * tokens, cross_attention_dim]`.
     pub(super) states: &'a Tensor,
+    /// What each layer makes of them, by its streamed block: the first pass of a stage writes it.
+    pub(super) of_text: &'a [OnceCell<Tensor>],
     pub(super) stream: &'a WeightStream,
     pub(super) scratch: &'a Scratch,
 }
@@ -237,7 +244,6 @@ impl Attention {
             sum: blank(&[rows, channels])?,
             normed,
             wide: blank(&[rows * WIDEST * channels])?,
-            of_text: blank(&[around.states.dim(0)?, 2 * channels])?,
         };
         let Buffers { sum, normed, .. } = &buffers;
         self.proj_in
@@ -249,8 +255,18 @@ impl Attention {
         for (number, (layer, next)) in self.layers.iter().zip(next.chain([None])).enumerate() {
             go_on()?;
             around.stream.enter(BlockPlace::each_pass(block + number))?;
+            let of_text = match around.of_text.get(block + number).and_then(OnceCell::get) {
+                Some(of_text) => of_text.clone(),
+                None => {
+                    let of_text = layer.keys_and_values(around.states, channels, around.scratch)?;
+                    if let Some(kept) = around.of_text.get(block + number) {
+                        let _ = kept.set(of_text.clone()); // it was empty
+                    }
+                    of_text
+                }
+            };
             let sizes = (items, self.shape);
-            layer.forward(&buffers, around.states, sizes, next, around.scratch)?;
+            layer.forward(&buffers, &of_text, sizes, next, around.scratch)?;
         }
         self.proj_out
             .forward_into(sum, Epilogue::None, normed, around.scratch)?;

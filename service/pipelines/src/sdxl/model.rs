@@ -321,16 +321,17 @@ impl SdxlModel {
             is_modulator: |_| false,
         };
         let ways = ways(request);
+        let items = ways.first().map_or(1, |way| way.items());
+        let texts = self.unet.text_bytes(items * chunks * self.chunk_length(), dtype);
         let rungs = ways.iter().flat_map(|way| {
             let sizes = self.sizes(image, chunks, way.items());
             let [height, width] = sizes.sides;
-            let buffers = self.unet.scratch(sizes, dtype);
+            let buffers = self.unet.scratch(sizes, dtype) + texts;
             let scratch = denoiser.scratch(buffers, sizes.items * height * width, 1, request);
             let rungs = self.adapters.rungs(UNET, &request.adapters, scratch, dtype);
             rungs.into_iter().map(|rung| way.labelled(rung))
         });
         let rungs: Vec<Rung> = rungs.collect();
-        let items = ways.first().map_or(1, |way| way.items());
         let beside = self.adapters.beside(&[UNET], &request.adapters, UsedAs::Steps);
         let latent = self
             .reads_start(request)

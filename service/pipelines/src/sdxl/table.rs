@@ -153,6 +153,12 @@ impl UnetConfig {
         list.layers
     }
 
+    /// How many streamed blocks there are.
+    pub(super) fn blocks(&self) -> usize {
+        let layers = self.layers();
+        layers.last().map_or(0, |last| last.block + last.layer.blocks())
+    }
+
     /// The streamed block of each tensor of the layers, by its name in diffusers. The first and the last convolution, the layers
     /// that embed times, and the norms and projections around attention are in none.
     pub(super) fn block_of(&self) -> impl Fn(&str) -> Option<BlockPlace> + use<> {

@@ -1,5 +1,7 @@
 //! The UNet: diffusers' `UNet2DConditionModel` as SDXL has it, with its tensor names.
 
+use std::cell::OnceCell;
+
 use candle_core::{DType, Device, Tensor};
 use gpu::{BlockPlace, ComponentTensors, MissingTensor, WeightStream};
 use model::StageError;
@@ -57,6 +59,9 @@ pub struct Conditioning {
     states: Tensor,
     /// `[items, time_width]`.
     added: Tensor,
+    /// Keys and values of the text for each layer of attention, by its streamed block: the first pass writes them, and those of the
+    /// other steps read them.
+    of_text: Vec<OnceCell<Tensor>>,
 }
 
 /// The text of an item, and the sizes of its picture.
@@ -176,6 +181,7 @@ impl Unet {
         Ok(Conditioning {
             states,
             added: self.added.forward(&embedded)?,
+            of_text: vec![OnceCell::new(); self.config.blocks()],
         })
     }
 
@@ -212,7 +218,11 @@ impl Unet {
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<Tensor, StageError> {
         let (dtype, device) = (latent.dtype(), latent.device());
-        let Conditioning { states, added } = conditioning;
+        let Conditioning {
+            states,
+            added,
+            of_text,
+        } = conditioning;
         let times = ops::blank(added.dims(), dtype, device)?;
         ops::copy_rows(added, &times)?;
         let time = sinusoids(&[time], self.config.finest(), dtype, device)?;
@@ -221,6 +231,7 @@ impl Unet {
 
         let around = Surroundings {
             states,
+            of_text,
             stream: &self.stream,
             scratch,
         };

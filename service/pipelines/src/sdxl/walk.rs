@@ -54,7 +54,17 @@ impl UnetConfig {
         self.layers().into_iter().map(visit).collect()
     }
 
-    /// Predicted activation bytes of a prediction.
+    /// Bytes of the keys and values that the layers of attention keep of texts with this many tokens in all.
+    pub fn text_bytes(&self, tokens: usize, dtype: DType) -> u64 {
+        let width = |named: Named| match named.layer {
+            Layer::Attention { channels, depth, .. } => 2 * channels * depth,
+            _ => 0,
+        };
+        let widths: usize = self.layers().into_iter().map(width).sum();
+        (widths * tokens * dtype.size_in_bytes()) as u64
+    }
+
+    /// Predicted activation bytes of a prediction, but for [`UnetConfig::text_bytes`].
     pub fn scratch(&self, sizes: Sizes, dtype: DType) -> u64 {
         let mut account = Account::new(sizes, dtype);
         let finest = self.finest();
@@ -248,17 +258,16 @@ impl Account {
                 heads,
                 depth: _,
             } => {
-                let (items, text) = (self.sizes.items, self.sizes.text);
+                let text = self.sizes.text;
                 let tokens = after[0] * after[1];
                 let rows = self.bytes(channels, after);
-                let of_text = 2 * items * text * channels * self.number;
                 let scores = match self.number < 4 {
                     true => ops::attention_workspace(heads, tokens, tokens.max(text)),
                     false => 0,
                 };
                 // On a CPU, GEGLU copies the buffer that its halves share with its result, for each of them.
                 let copied = if self.number < 4 { 0 } else { 2 * WIDEST * rows };
-                self.note((2 + WIDEST) * rows + of_text + scores.max(copied));
+                self.note((2 + WIDEST) * rows + scores.max(copied));
             }
         }
     }

@@ -741,7 +741,7 @@ fn assert_unsupported(path: &Path, words: &[&str]) {
 
 #[test]
 fn unsupported_quantizations_are_detected_by_configuration() {
-    for method in ["torchao", "svdquant", "gptq", "quanto", "modelopt"] {
+    for method in ["gptq", "quanto", "modelopt", "auto-round"] {
         let folder = schnell();
         set(
             &folder.path().join("transformer/config.json"),
@@ -765,19 +765,25 @@ fn unsupported_quantizations_are_detected_by_tensor_names() {
     let file = folder.path().join("one.safetensors");
     let codes = Raw::open(&put(&folder, "fp8.safetensors", "one.safetensors"));
     let block = "double_blocks.0.img_attn.qkv";
-    let cases: [(&str, Dtype, usize, &[&str]); 7] = [
+    let cases: [(&str, Dtype, usize, &[&str]); 8] = [
         (
             "double_blocks.0.img_attn.qkv.wscales",
             Dtype::F16,
             2,
             &["SVDQuant", "Nunchaku"],
         ),
-        ("double_blocks.0.img_attn.qkv.qweight", Dtype::I8, 1, &["GPTQ"]),
+        ("double_blocks.0.img_attn.qkv.g_idx", Dtype::I32, 4, &["GPTQ"]),
         (
             "double_blocks.0.img_attn.qkv.qweight",
             Dtype::I32,
             4,
-            &["Nunchaku", "what is read is"],
+            &["two tensors are", "Nunchaku", "what is read is"],
+        ),
+        (
+            "transformer_blocks.0.qkv_proj_context.wscales",
+            Dtype::F16,
+            2,
+            &["SVDQuant", "FLUX.1"],
         ),
         (
             "double_blocks.0.img_attn.qkv.weight_scale_2",

@@ -164,6 +164,35 @@ fn a_file_of_2511_is_known_by_its_mark_or_its_name() {
     }
 }
 
+/// As Nunchaku's files have them, and diffusers after `fuse_qkv_projections`.
+#[test]
+fn fused_queries_keys_and_values_are_cut() {
+    let expected = latent(folder().path(), &request());
+    for [fused, of_text] in [["to_qkv", "add_qkv_proj"], ["to_qkv", "to_added_qkv"]] {
+        let mut all = prefixed("");
+        let blocks =
+            (0..).take_while(|i| all.contains_key(&format!("transformer_blocks.{i}.attn.to_q.weight")));
+        for block in 0..blocks.count() {
+            for kind in ["weight", "bias"] {
+                for (fused, layers) in [
+                    (fused, ["to_q", "to_k", "to_v"]),
+                    (of_text, ["add_q_proj", "add_k_proj", "add_v_proj"]),
+                ] {
+                    let parts = layers.map(|layer| {
+                        let name = format!("transformer_blocks.{block}.attn.{layer}.{kind}");
+                        all.remove(&name).expect("a projection")
+                    });
+                    let whole = Tensor::cat(&parts, 0).expect("a fused tensor");
+                    all.insert(format!("transformer_blocks.{block}.attn.{fused}.{kind}"), whole);
+                }
+            }
+        }
+        let root = TempDir::new().expect("a folder");
+        let file = comfy_folders(root.path(), NAME, &all);
+        assert_eq!(distance(&latent(&file, &request()), &expected), 0.0, "{of_text}");
+    }
+}
+
 #[test]
 fn the_shift_of_a_distilled_adapter_can_be_written_down() {
     let expected = {

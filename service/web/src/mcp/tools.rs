@@ -4,7 +4,7 @@ use access::Role;
 use calls::{Asked, AskedOptions, AskedTrack, Encoding, OfMedium, Planned, Service, policy_name};
 use engine::Error;
 use engine::job::Call;
-use model::{Medium, Sampling};
+use model::{Medium, Sampler, Sampling};
 use rmcp::handler::server::tool::schema_for_input;
 use rmcp::model::{CallToolRequestParams, CallToolResult, ContentBlock, JsonObject, Tool, ToolAnnotations};
 use rmcp::service::RequestContext;
@@ -111,6 +111,10 @@ struct ImageArguments {
     seed: Option<u64>,
     /// What the picture is led away from, of models that take it.
     negative_prompt: Option<String>,
+    /// How noise is removed, of models with several samplers (SDXL): euler, euler_ancestral or dpmpp_2m_karras; left out: as the
+    /// model says.
+    #[schemars(with = "Option<String>")]
+    sampler: Option<Sampler>,
 }
 
 /// What a film is made of.
@@ -332,6 +336,7 @@ async fn asked_image(service: &Service, arguments: ImageArguments, asker: &Asker
             steps: arguments.steps,
             seed: arguments.seed,
             negative_prompt: arguments.negative_prompt,
+            sampler: arguments.sampler,
             strength: arguments.strength,
             ..Sampling::default()
         },

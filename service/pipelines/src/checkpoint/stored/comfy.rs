@@ -3,9 +3,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use gpu::{CheckpointFile, Int8Scales, MXFP8_BLOCK, Nvfp4Order, Rotation, Stored, WeightFormat};
+use gpu::{
+    CheckpointFile, Int4Order, Int8Scales, MXFP8_BLOCK, Nvfp4Order, Rotation, ScaleOrder, Stored, W4A8Codes,
+    W4A8Scales, WeightFormat,
+};
 use serde::Deserialize;
 
+use super::groups::OfGroups;
 use super::parts::Float8;
 use super::{Checkpoint, LocatedTensor, SUPPORTED, StoredTensor, quantized_by};
 use crate::ModelError;
@@ -173,22 +177,47 @@ impl Checkpoint {
             "asym_w4a8_int8" => {
                 is_stored_as(&[Stored::I8, Stored::U8])?;
                 let rotation = quantized.rotation(true).map_err(refused)?;
-                let groups = self.count_of(&format!("{layer}.weight_s_rel"));
-                let columns = 2 * stored_columns;
-                let group = groups.filter(|groups| *groups > 0 && (rows * columns).is_multiple_of(*groups));
-                let group = group.and_then(|groups| u8::try_from(rows * columns / groups).ok());
-                let Some(group @ (8 | 16 | 32 | 64)) = group else {
-                    // Codes of six bits have the same name, and rows half as long again.
+                let name_of_scales = format!("{layer}.weight_s_rel");
+                let groups = self.count_of(&name_of_scales).filter(|groups| *groups > 0);
+                let stored_as = self.tensors.get(&name_of_scales).map(|place| place.entry.stored);
+                let scales = match stored_as {
+                    Some(Stored::F32) => W4A8Scales::F32,
+                    _ => W4A8Scales::E4M3,
+                };
+                // Rows of six bits are half as long again: columns in whole groups are of one of both.
+                let found = [W4A8Codes::Four, W4A8Codes::Six].into_iter().find_map(|codes| {
+                    let columns = stored_columns * 8 / codes.bits();
+                    let group = u8::try_from((rows * columns).checked_div(groups?)?).ok()?;
+                    let is_whole = rows * columns == usize::from(group) * groups?;
+                    let is_known =
+                        [8, 16, 32, 64].contains(&group) && (codes == W4A8Codes::Four || group >= 16);
+                    (is_whole && is_known).then_some((codes, columns, group))
+                });
+                let Some((codes, columns, group)) = found else {
                     return Err(refused(format!(
-                        "asym_w4a8_int8 in groups that are not of 8, 16, 32 or 64 codes of four bits: {SUPPORTED}"
+                        "asym_w4a8_int8 in groups that are not of 8, 16, 32 or 64 codes of four bits or six: {SUPPORTED}"
                     )));
                 };
-                let format = WeightFormat::W4A8 { group, rotation };
+                let format = WeightFormat::W4A8 {
+                    group,
+                    codes,
+                    scales,
+                    rotation,
+                };
                 self.in_format(name, layer, place, [rows, columns], format)
+            }
+            "awq_w4a16" => {
+                is_stored_as(&[Stored::I8, Stored::U8])?;
+                let of = OfGroups {
+                    scales: ".weight_scale",
+                    zeros: ".weight_zeros",
+                };
+                let shape = [rows, 2 * stored_columns];
+                self.int4_groups(name, layer, place, (shape, Int4Order::LessEight), of)
             }
             "nvfp4" => {
                 is_stored_as(&[Stored::U8])?;
-                let format = WeightFormat::Nvfp4(Nvfp4Order::TensorCores);
+                let format = WeightFormat::Nvfp4(Nvfp4Order::TensorCores, self.column_factors(layer));
                 self.in_format(name, layer, place, [rows, 2 * stored_columns], format)
             }
             "mxfp8" => {
@@ -196,7 +225,8 @@ impl Checkpoint {
                 if !stored_columns.is_multiple_of(MXFP8_BLOCK) {
                     return Err(refused(format!("mxfp8 in rows of {stored_columns}")));
                 }
-                self.in_format(name, layer, place, [rows, stored_columns], WeightFormat::Mxfp8)
+                let format = WeightFormat::Mxfp8(ScaleOrder::TensorCores);
+                self.in_format(name, layer, place, [rows, stored_columns], format)
             }
             other => Err(unsupported(&place.file, quantized_by(other))),
         }

@@ -4,8 +4,8 @@ use std::io::{Read, Seek, SeekFrom};
 use std::sync::Arc;
 
 use gpu::{
-    ByteRange, Fp8Scales, NF4_BLOCK, NF4_NESTED_BLOCK, SourcePiece, Stored, WeightFormat, WeightPart,
-    rows_and_columns,
+    ByteRange, Fp8Scales, Int4Order, NF4_BLOCK, NF4_NESTED_BLOCK, SourcePiece, Stored, W4A8Scales,
+    WeightFormat, WeightPart, rows_and_columns,
 };
 use serde::Deserialize;
 
@@ -19,6 +19,12 @@ const MAX_STATE_BYTES: u64 = 64 << 10;
 
 fn zeros(bytes: usize) -> SourcePiece {
     SourcePiece::Inline(vec![0; bytes].into())
+}
+
+/// Numbers in f32.
+pub(super) fn f32s(numbers: impl IntoIterator<Item = f32>) -> SourcePiece {
+    let bytes = numbers.into_iter().flat_map(f32::to_le_bytes);
+    SourcePiece::Inline(bytes.collect())
 }
 
 /// A float of eight bits.
@@ -39,8 +45,7 @@ impl Float8 {
 
 /// The values of four bits without a table: the codes less eight.
 fn less_eight() -> SourcePiece {
-    let table = (0..16u8).flat_map(|code| (f32::from(code) - 8.0).to_le_bytes());
-    SourcePiece::Inline(table.collect())
+    f32s((0..16u8).map(|code| f32::from(code) - 8.0))
 }
 
 impl Checkpoint {
@@ -134,7 +139,12 @@ impl Checkpoint {
                 WeightPart::Scales if nested_offset.is_some() => of(".absmax", Stored::U8),
                 WeightPart::Scales => of(".absmax", Stored::F32),
                 WeightPart::Codes => Ok(place.piece()),
-                WeightPart::Padding | WeightPart::BlockScales => Ok(zeros(range.len())),
+                WeightPart::Padding
+                | WeightPart::BlockScales
+                | WeightPart::Zeros
+                | WeightPart::ColumnFactors
+                | WeightPart::LowRankDown
+                | WeightPart::LowRankUp => Ok(zeros(range.len())),
                 WeightPart::Offset => {
                     let offset = nested_offset.unwrap_or_default() as f32;
                     Ok(SourcePiece::Inline(Arc::from(offset.to_le_bytes())))
@@ -241,8 +251,35 @@ impl Checkpoint {
         place: &LocatedTensor,
         format: WeightFormat,
     ) -> Result<(), ModelError> {
+        const SVDQUANT: [&str; 11] = [
+            ".wscales",
+            ".wcscales",
+            ".wtscale",
+            ".smooth_factor",
+            ".smooth_factor_orig",
+            ".smooth",
+            ".smooth_orig",
+            ".proj_down",
+            ".proj_up",
+            ".lora_down",
+            ".lora_up",
+        ];
+        let of_torchao = [
+            "._weight_scale",
+            "._weight_zero_point",
+            "._weight_per_tensor_scale",
+        ];
+        let is_of_torchao = self.torchao.contains_key(name);
         let of_format: &[&str] = match format {
-            WeightFormat::Nvfp4(_) => &[".weight_scale_2"],
+            _ if is_of_torchao => &of_torchao,
+            WeightFormat::Nvfp4(..) => &[".weight_scale_2", ".pre_quant_scale"],
+            WeightFormat::Int4Groups { order, .. } => match order {
+                Int4Order::LessEight => &[".weight_zeros"],
+                Int4Order::AutoAwq => &[".qzeros", ".scales"],
+                Int4Order::TinyChat { .. } => &[".wscales", ".wzeros"],
+                Int4Order::Signed => &[],
+            },
+            WeightFormat::Svdquant { .. } => &SVDQUANT,
             WeightFormat::W4A8 { .. } => &[".weight_s_rel", ".weight_s_channel", ".weight_codebook"],
             WeightFormat::BlockFp8 => &[".weight_scale_inv"],
             _ => &[],
@@ -269,62 +306,67 @@ impl Checkpoint {
         format: WeightFormat,
     ) -> Result<StoredTensor, ModelError> {
         self.check_parts(name, layer, place, format)?;
-        if !format.fits(columns) {
-            let problem = format!("tensor {name} is {format}, and its rows of {columns} are no whole blocks");
-            return Err(unsupported(&place.file, problem));
-        }
-        let bytes_of = |behind: &str, kinds: &[Stored], bytes: usize| {
-            let part = format!("{layer}{behind}");
-            let Some(found) = self.tensors.get(&part) else {
-                let problem = format!("tensor {part} is missing, and {name} cannot be read without it");
-                return Err(damaged(&self.place, problem));
-            };
-            let is_alike = kinds.contains(&found.entry.stored) && found.entry.range.length == bytes as u64;
-            if !is_alike {
-                let (stored, shape) = (found.entry.stored, &found.entry.shape);
-                let problem = format!(
-                    "tensor {part} is {stored:?} {shape:?} where {bytes} bytes of {kinds:?} are expected ({SUPPORTED})"
-                );
-                return Err(unsupported(&place.file, problem));
-            }
-            Ok(found.piece())
-        };
         // Block scales are bytes, which some programs do not give the type that they have.
         const E4M3: [Stored; 2] = [Stored::F8E4M3, Stored::U8];
         const E8M0: [Stored; 2] = [Stored::F8E8M0, Stored::U8];
-        let part = |(part, range): (WeightPart, std::ops::Range<usize>)| match (format, part) {
-            (_, WeightPart::Codes) if range.len() as u64 == place.entry.range.length => Ok(place.piece()),
-            (_, WeightPart::Codes) => {
-                let (has, expected) = (place.entry.range.length, range.len());
-                let problem =
-                    format!("tensor {name} has {has} bytes where {expected} are expected of {format}");
-                Err(damaged(&place.file, problem))
-            }
-            (WeightFormat::W4A8 { .. }, WeightPart::Table) => {
-                match self.has(&format!("{layer}.weight_codebook")) {
-                    true => bytes_of(".weight_codebook", &[Stored::F32], range.len()),
-                    false => Ok(less_eight()),
+        const F32: [Stored; 1] = [Stored::F32];
+        let of = |behind: &str, kinds: &[Stored], bytes: usize| {
+            self.bytes_of(name, &format!("{layer}{behind}"), kinds, bytes)
+        };
+        self.in_parts(name, place, [rows, columns], format, |part, bytes| {
+            match (format, part) {
+                (WeightFormat::W4A8 { .. }, WeightPart::Table) => {
+                    match self.has(&format!("{layer}.weight_codebook")) {
+                        true => of(".weight_codebook", &F32, bytes),
+                        false => Ok(less_eight()),
+                    }
                 }
+                (WeightFormat::W4A8 { .. }, WeightPart::Scales) => of(".weight_s_channel", &F32, bytes),
+                (WeightFormat::W4A8 { scales, .. }, WeightPart::BlockScales) => match scales {
+                    W4A8Scales::E4M3 => of(".weight_s_rel", &E4M3, bytes),
+                    W4A8Scales::F32 => of(".weight_s_rel", &F32, bytes),
+                },
+                (WeightFormat::Nvfp4(..), WeightPart::Scales) => of(".weight_scale_2", &F32, bytes),
+                (WeightFormat::Nvfp4(..), WeightPart::ColumnFactors) => {
+                    self.padded_factors(&format!("{layer}.pre_quant_scale"), columns)
+                }
+                (WeightFormat::Nvfp4(..), WeightPart::BlockScales) => of(".weight_scale", &E4M3, bytes),
+                (WeightFormat::Mxfp8(_), WeightPart::BlockScales) => of(".weight_scale", &E8M0, bytes),
+                (WeightFormat::BlockFp8, WeightPart::Scales) => of(".weight_scale_inv", &F32, bytes),
+                (_, WeightPart::Scales) => of(".weight_scale", &F32, bytes),
+                (_, other) => self.no_part(place, format, other),
             }
-            (WeightFormat::W4A8 { .. }, WeightPart::Scales) => {
-                bytes_of(".weight_s_channel", &[Stored::F32], range.len())
+        })
+    }
+
+    /// A weight in a format with this shape, whose codes are the tensor itself, and whose other parts `part` gives, by their bytes.
+    pub(super) fn in_parts(
+        &self,
+        name: &str,
+        place: &LocatedTensor,
+        [rows, columns]: [usize; 2],
+        format: WeightFormat,
+        part: impl Fn(WeightPart, usize) -> Result<SourcePiece, ModelError>,
+    ) -> Result<StoredTensor, ModelError> {
+        if !format.fits(columns) || !rows.is_multiple_of(format.multiple_of_rows()) {
+            let problem =
+                format!("tensor {name} is {format}, and its {rows} rows of {columns} are no whole blocks");
+            return Err(unsupported(&place.file, problem));
+        }
+        let part = |(wanted, range): (WeightPart, std::ops::Range<usize>)| {
+            let found = match wanted {
+                WeightPart::Codes => place.piece(),
+                WeightPart::Padding => zeros(range.len()),
+                other => part(other, range.len())?,
+            };
+            if found.length() != range.len() as u64 {
+                let (has, expected) = (found.length(), range.len());
+                let problem = format!(
+                    "tensor {name} has {has} bytes of {wanted:?} where {expected} are expected of {format}"
+                );
+                return Err(damaged(&place.file, problem));
             }
-            (WeightFormat::W4A8 { .. }, WeightPart::BlockScales) => {
-                bytes_of(".weight_s_rel", &E4M3, range.len())
-            }
-            (WeightFormat::Nvfp4(_), WeightPart::Scales) => {
-                bytes_of(".weight_scale_2", &[Stored::F32], range.len())
-            }
-            (WeightFormat::Nvfp4(_), WeightPart::BlockScales) => {
-                bytes_of(".weight_scale", &E4M3, range.len())
-            }
-            (WeightFormat::Mxfp8, WeightPart::BlockScales) => bytes_of(".weight_scale", &E8M0, range.len()),
-            (WeightFormat::BlockFp8, WeightPart::Scales) => {
-                bytes_of(".weight_scale_inv", &[Stored::F32], range.len())
-            }
-            (_, WeightPart::Scales) => bytes_of(".weight_scale", &[Stored::F32], range.len()),
-            (_, WeightPart::Padding) => Ok(zeros(range.len())),
-            (_, other) => Err(damaged(&place.file, format!("{format} has no {other:?}"))),
+            Ok(found)
         };
         let parts = format.layout(rows, columns).into_iter().map(part);
         Ok(StoredTensor {
@@ -335,8 +377,73 @@ impl Checkpoint {
         })
     }
 
+    /// A tensor of one of these types and so many bytes, which is a part of the weight `name`.
+    pub(super) fn bytes_of(
+        &self,
+        name: &str,
+        part: &str,
+        kinds: &[Stored],
+        bytes: usize,
+    ) -> Result<SourcePiece, ModelError> {
+        let Some(found) = self.tensors.get(part) else {
+            let problem = format!("tensor {part} is missing, and {name} cannot be read without it");
+            return Err(damaged(&self.place, problem));
+        };
+        let is_alike = kinds.contains(&found.entry.stored) && found.entry.range.length == bytes as u64;
+        if !is_alike {
+            let (stored, shape) = (found.entry.stored, &found.entry.shape);
+            let problem = format!(
+                "tensor {part} is {stored:?} {shape:?} where {bytes} bytes of {kinds:?} are expected ({SUPPORTED})"
+            );
+            return Err(unsupported(&found.file, problem));
+        }
+        Ok(found.piece())
+    }
+
+    /// The error for a part that a format does not have.
+    pub(super) fn no_part(
+        &self,
+        place: &LocatedTensor,
+        format: WeightFormat,
+        part: WeightPart,
+    ) -> Result<SourcePiece, ModelError> {
+        Err(damaged(&place.file, format!("{format} has no {part:?}")))
+    }
+
+    /// Factors of columns in f32; columns that pad rows have none.
+    fn padded_factors(&self, name: &str, columns: usize) -> Result<SourcePiece, ModelError> {
+        let count = self.located(name)?.entry.elements();
+        if count > columns {
+            let problem = format!("tensor {name} has {count} numbers for {columns} columns");
+            return Err(damaged(&self.place, problem));
+        }
+        let factors = self.small_numbers(name, count)?;
+        let padding = std::iter::repeat_n(1.0, columns - count);
+        Ok(f32s(factors.into_iter().chain(padding)))
+    }
+
+    /// The numbers of a small tensor.
+    ///
+    /// # Errors
+    /// When they are not so many, or no floats.
+    pub(super) fn small_numbers(&self, name: &str, count: usize) -> Result<Vec<f32>, ModelError> {
+        let place = self.located(name)?;
+        let stored = place.entry.stored;
+        if !stored.is_float() || place.entry.elements() != count {
+            let shape = &place.entry.shape;
+            let problem = format!("tensor {name} is {stored:?} {shape:?} where {count} floats are expected");
+            return Err(damaged(&place.file, problem));
+        }
+        let bytes = self.small(place)?;
+        let numbers = bytes.chunks_exact(stored.width());
+        Ok(numbers
+            .filter_map(|bytes| number_of(stored, bytes))
+            .map(|number| number as f32)
+            .collect())
+    }
+
     /// The bytes of a small tensor.
-    fn small(&self, place: &LocatedTensor) -> Result<Vec<u8>, ModelError> {
+    pub(super) fn small(&self, place: &LocatedTensor) -> Result<Vec<u8>, ModelError> {
         let ByteRange { offset, length } = place.entry.range;
         if length > MAX_STATE_BYTES {
             let problem =

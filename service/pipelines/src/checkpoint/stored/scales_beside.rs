@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use gpu::{ByteRange, Stored};
 
-use super::{Checkpoint, LocatedTensor, SCALES, rename_with_parts};
+use super::{Checkpoint, LocatedTensor, SCALES, StoredAs, rename_with_parts};
 use crate::checkpoint::components::open;
 use crate::checkpoint::{TensorSpec, number_of};
 use crate::files::{damaged, unsupported};
@@ -56,11 +56,13 @@ impl Checkpoint {
     /// When most of the checked weights are codes.
     pub(crate) fn check_unscaled(&self, specs: &[TensorSpec]) -> Result<(), ModelError> {
         let unscaled = specs.iter().filter_map(|spec| {
-            let layer = spec.tensor.strip_suffix(".weight")?;
             let place = self.tensors.get(&spec.tensor)?;
-            let is_scaled = SCALES.iter().any(|behind| self.has(&format!("{layer}{behind}")));
-            let is_matrix = spec.shape.len() > 1 && place.entry.stored == Stored::F8E4M3;
-            (is_matrix && !is_scaled).then_some(place)
+            let is_matrix = spec.tensor.ends_with(".weight") && spec.shape.len() > 1;
+            let is_plain = || {
+                let held = self.tensor(&spec.tensor).map(|stored| stored.held);
+                matches!(held, Ok(StoredAs::Plain(_)))
+            };
+            (is_matrix && place.entry.stored == Stored::F8E4M3 && is_plain()).then_some(place)
         });
         let (mut looked_at, mut codes) = (0, 0);
         for place in unscaled.take(LOOKED_AT) {

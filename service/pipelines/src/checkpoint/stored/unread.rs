@@ -9,8 +9,9 @@ use crate::ModelError;
 use crate::files::{read_json, unsupported};
 
 /// Suffix of messages about unsupported quantizations.
-pub(crate) const SUPPORTED: &str = "what is read is full precision, bitsandbytes nf4, fp4 and int8, GGUF, fp8 (e4m3 and e5m2), and of \
-                                    ComfyUI's formats int8, int4, w4a8, mxfp8 and nvfp4";
+pub(crate) const SUPPORTED: &str = "what is read is full precision, bitsandbytes nf4, fp4 and int8, GGUF, fp8 (e4m3 and e5m2), AWQ (gemm), \
+                                    SVDQuant (Nunchaku), torchao (safetensors), and of ComfyUI's formats int8, int4, w4a8, mxfp8, nvfp4 and \
+                                    awq_w4a16";
 
 impl Checkpoint {
     /// Checks the names of tensors for unsupported quantizations.
@@ -30,12 +31,19 @@ pub(crate) fn foreign(names: &[&str]) -> Option<&'static str> {
             .iter()
             .any(|name| ends.iter().any(|end| name.ends_with(end)))
     };
-    if ends(&[".wscales", ".smooth_factor", ".smooth", ".proj_down"]) {
-        Some("SVDQuant (Nunchaku)")
-    } else if ends(&[".qweight"]) {
-        Some("SVDQuant (Nunchaku), AWQ or GPTQ")
-    } else if ends(&[":_data", ":qdata", ".qdata", "weight_qdata", ":int_data"]) {
-        Some("torchao")
+    if ends(&[".g_idx"]) {
+        Some("GPTQ")
+    } else if ends(&[
+        ".qkv_proj.wscales",
+        ".qkv_proj.smooth_factor",
+        ".qkv_proj.smooth",
+        ".qkv_proj_context.wscales",
+        ".feed_forward.net.0.proj.wscales",
+    ]) {
+        // The single blocks of FLUX.1, and the feed-forwards of Z-Image, have other layers there.
+        Some("SVDQuant (Nunchaku) with the layers of FLUX.1 or Z-Image that only Nunchaku has")
+    } else if ends(&[":_data", ":qdata", ".qdata", ":int_data"]) {
+        Some("torchao in an older layout")
     } else if ends(&[".weight._data"]) {
         Some("quanto")
     } else {
@@ -73,6 +81,11 @@ pub(super) fn check_configuration(path: &Path) -> Result<(), ModelError> {
     let method = quantized
         .quant_method
         .unwrap_or_else(|| if bitsandbytes { "bitsandbytes" } else { "unnamed" }.to_owned());
+    // What is read of the others is decided by their tensors.
+    const BY_TENSORS: [&str; 5] = ["awq", "torchao", "nunchaku", "nunchaku_lite", "svdquant"];
+    if BY_TENSORS.contains(&method.as_str()) {
+        return Ok(());
+    }
     if method != "bitsandbytes" {
         return Err(unsupported(path, quantized_by(&method)));
     }
