@@ -13,7 +13,6 @@ use serde_json::json;
 
 use crate::arguments::{Generate, MediumChoice, OutputArguments, Plan, Settings};
 use crate::available::Card;
-use crate::boxes::of_model;
 use crate::connection::{Connection, when_of};
 use crate::files::{Target, Writing};
 use crate::pull::WhenMissing;
@@ -288,12 +287,10 @@ pub(super) async fn plan(
         client: &client.name,
     };
     let asked = request_of(&wanted, prompts.swap_remove(0), settings, false)?;
-    let model = asked.model().map(str::to_owned);
     let request = v1::PlanRequest {
         request: Some(asked.into()),
         card: settings.job.card.clone().unwrap_or_default(),
     };
-    let request = of_model(request, model.as_deref());
     let connection = Connection::open(client).await?;
     let plan = connection.residency().plan(request).await?.into_inner();
     if json {
@@ -415,12 +412,10 @@ pub(super) async fn generate(
 async fn follow(connection: &Connection, request: Asked, show: &mut Show) -> Result<Generated, CliError> {
     let mut generation = connection.generation();
     let (bounds, detach) = (Bounds::of(&request), request.is_detached());
-    let model = request.model().map(str::to_owned);
-    let model = model.as_deref();
     let events = match request {
-        Asked::Generate(image) => generation.generate_image(of_model(image, model)).await,
-        Asked::Video(video) => generation.generate_video(of_model(video, model)).await,
-        Asked::Audio(audio) => generation.generate_audio(of_model(audio, model)).await,
+        Asked::Generate(image) => generation.generate_image(image).await,
+        Asked::Video(video) => generation.generate_video(video).await,
+        Asked::Audio(audio) => generation.generate_audio(audio).await,
     };
     read(events?.into_inner(), bounds, detach, show).await
 }

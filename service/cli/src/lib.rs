@@ -4,7 +4,6 @@
 mod adapter;
 mod arguments;
 mod available;
-mod boxes;
 mod cards;
 mod connection;
 mod demo;

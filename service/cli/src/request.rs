@@ -11,7 +11,7 @@ use model::{Sampler, Sampling};
 
 use crate::CliError;
 use crate::arguments::{JobSettings, MediumChoice, PriorityChoice, Settings, TaskChoice};
-use crate::{boxes, millis};
+use crate::millis;
 
 /// A request for a result of any medium.
 #[derive(Clone, Debug)]
@@ -19,17 +19,6 @@ pub(super) enum Asked {
     Generate(v1::GenerateImageRequest),
     Video(v1::GenerateVideoRequest),
     Audio(v1::GenerateAudioRequest),
-}
-
-impl Asked {
-    /// Id of the model; `None`: the service's default.
-    pub(super) fn model(&self) -> Option<&str> {
-        boxes::id_of(match self {
-            Asked::Generate(image) => image.model.as_ref(),
-            Asked::Video(video) => video.model.as_ref(),
-            Asked::Audio(audio) => audio.model.as_ref(),
-        })
-    }
 }
 
 impl From<Asked> for v1::plan_request::Request {

@@ -9,12 +9,11 @@ use residency::Bytes;
 use serde_json::json;
 
 use crate::arguments::{Formats, Load, Pin, Unload};
-use crate::boxes::of_model;
 use crate::connection::Connection;
 use crate::names::short_key;
 use crate::pull::WhenMissing;
 use crate::show::Show;
-use crate::{CliError, boxes, connection, screen, total_of};
+use crate::{CliError, connection, screen, total_of};
 
 pub(super) async fn load(client: &ClientSettings, mut options: Load, json: bool) -> Result<(), CliError> {
     options.formats.settle(client).await?;
@@ -68,8 +67,6 @@ async fn load_and_show(
     request: v1::LoadRequest,
     json: bool,
 ) -> Result<v1::Done, CliError> {
-    let model = boxes::id_of(request.model.as_ref()).map(str::to_owned);
-    let request = of_model(request, model.as_deref());
     let mut events = connection.residency().load(request).await?.into_inner();
     let mut show = Show::new(json);
     let mut done = None;
@@ -101,11 +98,7 @@ pub(super) async fn unload(client: &ClientSettings, mut options: Unload, json: b
         client_id: client.name.clone(),
     };
     let mut residency = Connection::open(client).await?.residency();
-    let model = boxes::id_of(request.model.as_ref()).map(str::to_owned);
-    let done = residency
-        .unload(of_model(request, model.as_deref()))
-        .await?
-        .into_inner();
+    let done = residency.unload(request).await?.into_inner();
     // A component that is kept only because another model shares it needs no remedy.
     let is_claimed = |kept: &v1::KeptComponent| matches!(kept.cause.as_str(), "pinned" | "held");
     let stays = done.freed.is_empty() && done.kept.iter().any(is_claimed);
@@ -172,8 +165,6 @@ pub(super) async fn pin(client: &ClientSettings, mut options: Pin, json: bool) -
         model: Some(model.clone()),
         unpin: options.off,
     };
-    let model = boxes::id_of(request.model.as_ref()).map(str::to_owned);
-    let request = of_model(request, model.as_deref());
     let pinned = connection.residency().pin(request).await?.into_inner().pinned;
     if !options.off {
         // Pinned first, so that it is not evicted once it is loaded.

@@ -14,7 +14,6 @@ use model::Preset;
 use crate::Program;
 use crate::arguments::Run;
 use crate::available::{self, Inventory};
-use crate::boxes::of_model;
 use crate::connection::{Connection, listen_address};
 use crate::generate::Order;
 use crate::local::LocalService;
@@ -156,11 +155,7 @@ async fn prepare(connection: &Connection, order: &Order, json: bool) -> Result<(
             .map(|options| options.card.clone())
             .unwrap_or_default(),
     };
-    let attempt = async || match connection
-        .residency()
-        .plan(of_model(request.clone(), first.model()))
-        .await
-    {
+    let attempt = async || match connection.residency().plan(request.clone()).await {
         Ok(plan) => Ok(Some(plan.into_inner())),
         Err(status) => match CliError::from(status) {
             CliError::Refused(refused) if !refused.is_of_missing_model() => Ok(None),
