@@ -149,11 +149,17 @@ def test_a_proxy_need_not_repeat_the_box(ask: Ask, service: Service) -> None:
     assert moored.Client(ask.address).box_of("job-1") == "a"
 
 
-def test_a_client_may_name_its_box(address: str, service: Service) -> None:
+def test_a_client_may_name_its_box(
+    address: str, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service.on("List", jobs_pb2.ListJobsResponse())
     with moored.Client(address, box="b") as client:
         client.jobs()
     assert service.metadata[BOX_HEADER] == "b"
+    monkeypatch.setenv("MOORED_BOX", "c")
+    with moored.Client(address) as client:
+        client.jobs()
+    assert service.metadata[BOX_HEADER] == "c"
     with pytest.raises(moored.InvalidRequest, match="no name of a box"):
         moored.Client(address, box="b\nx")
 

@@ -31,6 +31,8 @@ from proxies import (
 )
 from waiting import wait_until
 
+from service import run
+
 SMALL = {"width": 64, "height": 64, "steps": 1}
 
 
@@ -138,6 +140,30 @@ def test_a_client_sees_each_box_by_its_name(proxy: Proxy, boxes: Boxes) -> None:
             client.pin(MODELS[6])
             client.unpin(MODELS[6])
     assert boxes_with(boxes, MODELS[6]) == list(boxes.services)
+
+
+def test_the_command_line_goes_to_the_box_of_its_model(
+    proxy: Proxy, boxes: Boxes, tmp_path: Path
+) -> None:
+    def places(client_id: str) -> dict[str, str]:
+        found = {}
+        for name in boxes.services:
+            with boxes.client(name) as client:
+                for job in client.jobs(include_ended=True):
+                    if job.client_id == client_id:
+                        found[job.model_key.partition("+")[0]] = name
+        return found
+
+    with proxy.client(client_id="python") as client:
+        for number, model in enumerate(MODELS):
+            client.generate_image("x", model=model, **SMALL)
+            made = run(
+                *("generate", "x", "-m", f"{model}+auto", "--client", "command"),
+                *("--endpoint", f"http://{proxy.address}", "-o", str(tmp_path / f"{number}.png")),
+            )
+            assert made.returncode == 0, made.stderr
+    assert places("command") == places("python")
+    assert len(set(places("command").values())) > 1
 
 
 def test_a_session_of_sound_passes(proxy: Proxy) -> None:

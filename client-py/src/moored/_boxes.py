@@ -8,6 +8,7 @@ proxy nothing of this is read.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -82,8 +83,8 @@ def boxes_of(endpoint: str) -> Boxes:
 
 
 def box_named(box: str | None) -> str:
-    """The box that all calls are for; empty: each goes its way."""
-    name = box or ""
+    """The box that all calls are for: the argument, else MOORED_BOX; empty: each goes its way."""
+    name = os.environ.get("MOORED_BOX", "") if box is None else box
     if not (name.isascii() and name.isprintable()) or len(name) > NAME_AT_MOST_BYTES:
         raise InvalidRequest(
             f"box: {name!r} is no name of a box: plain letters, digits and signs are wanted, "

@@ -125,7 +125,8 @@ class Client:
         unfinished: a file of this program alone, for jobs with `detach`. Where it ended before such
             a job did, the same request joins that job.
         box: the one of several boxes behind a proxy that all calls are for, as `box_of` has told
-            it; default: each call goes to the box that has its model, or what it names.
+            it; default: MOORED_BOX, else each call goes to the box that has its model, or what it
+            names.
         """
         line = Line(
             endpoint,

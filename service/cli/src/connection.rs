@@ -1,10 +1,11 @@
 //! The connection to a running service, and its errors with remedies.
 
 use std::fmt;
+use std::fmt::Write as _;
 use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use access::{Credential, Fingerprint};
@@ -21,7 +22,7 @@ use tonic::body::Body;
 use tonic::codegen::Service as _;
 use tonic::codegen::http::header::AUTHORIZATION;
 use tonic::codegen::http::{HeaderValue, Request as HttpRequest, Response};
-use tonic::metadata::{Ascii, MetadataValue};
+use tonic::metadata::{Ascii, MetadataMap, MetadataValue};
 use tonic::service::Interceptor;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
@@ -36,6 +37,12 @@ use crate::{CliError, interrupt};
 /// Most bytes of a message that this client receives: more than an uncompressed 4096 x 4096 picture.
 const MAX_MESSAGE_BYTES: usize = 256 << 20;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Which model a call is about: a proxy before several boxes sends equal models to one of them. The Python client writes it alike.
+const MODEL_HEADER: &str = "x-moored-model";
+/// The box that answered, as such a proxy says; or the one that is asked.
+const BOX_HEADER: &str = "x-moored-box";
+/// Most bytes of a model in its header.
+const MODEL_AT_MOST: usize = 256;
 
 pub(super) type Wire = InterceptedService<Answers, Credentials>;
 
@@ -46,12 +53,16 @@ pub(super) struct Connection {
     channel: Channel,
     /// Value of `authorization`.
     header: Option<HeaderValue>,
+    credentials: Credentials,
 }
 
-/// Adds the token to every call.
+/// Adds the token to every call, and what a proxy before several boxes has to know.
 #[derive(Clone)]
 pub(super) struct Credentials {
     header: Option<MetadataValue<Ascii>>,
+    model: Option<MetadataValue<Ascii>>,
+    /// The box that all calls are for, once there is one.
+    at: Arc<Mutex<Option<MetadataValue<Ascii>>>>,
 }
 
 impl Interceptor for Credentials {
@@ -59,7 +70,32 @@ impl Interceptor for Credentials {
         if let Some(header) = &self.header {
             request.metadata_mut().insert("authorization", header.clone());
         }
+        if let Some(model) = &self.model {
+            request.metadata_mut().insert(MODEL_HEADER, model.clone());
+        }
+        if let Some(at) = &*self.at.lock().unwrap_or_else(PoisonError::into_inner) {
+            request.metadata_mut().insert(BOX_HEADER, at.clone());
+        }
         Ok(request)
+    }
+}
+
+/// A model as its header has it: without formats and adapters, which follow a plus, and with what is no plain character escaped.
+fn model_of_header(model: &str) -> Option<MetadataValue<Ascii>> {
+    let mut written = String::new();
+    for byte in model.split('+').next().unwrap_or_default().bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' => written.push(char::from(byte)),
+            _ if b"_.-~/:@!$'()*,;=&".contains(&byte) => written.push(char::from(byte)),
+            _ => {
+                let _ = write!(written, "%{byte:02X}"); // to a string: it does not fail
+            }
+        }
+    }
+    written.truncate(MODEL_AT_MOST);
+    match written.is_empty() {
+        true => None,
+        false => written.parse().ok(),
     }
 }
 
@@ -146,11 +182,37 @@ impl Connection {
         let own = header
             .as_ref()
             .and_then(|header| HeaderValue::from_bytes(header.as_bytes()).ok());
+        let at = client.at_box.as_deref().and_then(|name| name.parse().ok());
+        let credentials = Credentials {
+            header,
+            model: None,
+            at: Arc::new(Mutex::new(at)),
+        };
         Ok(Connection {
-            wire: InterceptedService::new(Answers::of(channel.clone()), Credentials { header }),
+            wire: InterceptedService::new(Answers::of(channel.clone()), credentials.clone()),
             channel,
             header: own,
+            credentials,
         })
+    }
+
+    /// The same connection for calls about a model.
+    pub(super) fn about(&self, model: Option<&v1::ModelRef>) -> Connection {
+        let mut credentials = self.credentials.clone();
+        credentials.model = model.and_then(|model| model_of_header(&model.id));
+        Connection {
+            wire: InterceptedService::new(Answers::of(self.channel.clone()), credentials.clone()),
+            channel: self.channel.clone(),
+            header: self.header.clone(),
+            credentials,
+        }
+    }
+
+    /// Has all further calls go to the box that has answered so: it alone has what was uploaded.
+    pub(super) fn stay(&self, answered: &MetadataMap) {
+        if let Some(at) = answered.get(BOX_HEADER) {
+            *self.credentials.at.lock().unwrap_or_else(PoisonError::into_inner) = Some(at.clone());
+        }
     }
 
     /// Sends a request that is none of gRPC's, with the token.
@@ -481,6 +543,7 @@ mod tests {
                 certificate: None,
                 credentials,
                 insecure_token: false,
+                at_box: None,
                 name: "ann".to_owned(),
             };
             let refused = Connection::open(&client).await.err();
@@ -489,6 +552,17 @@ mod tests {
             };
             assert!(told.contains("write https://127.0.0.1:1"), "{told}");
         }
+    }
+
+    #[test]
+    fn a_model_is_written_as_the_python_client_writes_it() {
+        let written =
+            |model: &str| super::model_of_header(model).map(|value| value.to_str().unwrap().to_owned());
+        assert_eq!(written("owner/name+4-bit").as_deref(), Some("owner/name"));
+        assert_eq!(written("größe of/it").as_deref(), Some("gr%C3%B6%C3%9Fe%20of/it"));
+        assert_eq!(written("line\nbreak").as_deref(), Some("line%0Abreak"));
+        assert_eq!(written(&"a".repeat(3000)).map(|model| model.len()), Some(256));
+        assert_eq!(written(""), None);
     }
 
     #[test]

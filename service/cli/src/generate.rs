@@ -144,6 +144,7 @@ impl Order {
             pull,
             json: json && !self.target.is_stdout(),
         };
+        let connection = &connection.about(self.requests.first().and_then(Asked::model));
         let mut uploads = Uploads::default();
         let outcome = self.send_all(connection, when_missing, &mut uploads, json).await;
         uploads.release(connection).await;
@@ -287,11 +288,12 @@ pub(super) async fn plan(
         client: &client.name,
     };
     let asked = request_of(&wanted, prompts.swap_remove(0), settings, false)?;
+    let model = asked.model().cloned();
     let request = v1::PlanRequest {
         request: Some(asked.into()),
         card: settings.job.card.clone().unwrap_or_default(),
     };
-    let connection = Connection::open(client).await?;
+    let connection = Connection::open(client).await?.about(model.as_ref());
     let plan = connection.residency().plan(request).await?.into_inner();
     if json {
         screen::message(&plan)?;
@@ -548,6 +550,7 @@ mod tests {
             certificate: None,
             credentials: None,
             insecure_token: false,
+            at_box: None,
             name: "me".to_owned(),
         };
         let order = Order::of(

@@ -32,7 +32,7 @@ pub(super) async fn load(client: &ClientSettings, mut options: Load, json: bool)
         prove: options.prove,
         options: Some(named(client)),
     };
-    let connection = Connection::open(client).await?;
+    let connection = Connection::open(client).await?.about(request.model.as_ref());
     let when_missing = WhenMissing {
         pull: options.pull,
         json,
@@ -97,7 +97,8 @@ pub(super) async fn unload(client: &ClientSettings, mut options: Unload, json: b
         force: options.force,
         client_id: client.name.clone(),
     };
-    let mut residency = Connection::open(client).await?.residency();
+    let connection = Connection::open(client).await?.about(request.model.as_ref());
+    let mut residency = connection.residency();
     let done = residency.unload(request).await?.into_inner();
     // A component that is kept only because another model shares it needs no remedy.
     let is_claimed = |kept: &v1::KeptComponent| matches!(kept.cause.as_str(), "pinned" | "held");
@@ -160,7 +161,7 @@ fn left(freed: &[v1::FreedComponent], kept: &[v1::KeptComponent]) -> Result<(), 
 pub(super) async fn pin(client: &ClientSettings, mut options: Pin, json: bool) -> Result<(), CliError> {
     options.formats.settle(client).await?;
     let model = options.formats.of(&options.model)?;
-    let connection = Connection::open(client).await?;
+    let connection = Connection::open(client).await?.about(Some(&model));
     let request = v1::PinRequest {
         model: Some(model.clone()),
         unpin: options.off,

@@ -155,6 +155,7 @@ async fn prepare(connection: &Connection, order: &Order, json: bool) -> Result<(
             .map(|options| options.card.clone())
             .unwrap_or_default(),
     };
+    let connection = &connection.about(first.model());
     let attempt = async || match connection.residency().plan(request.clone()).await {
         Ok(plan) => Ok(Some(plan.into_inner())),
         Err(status) => match CliError::from(status) {

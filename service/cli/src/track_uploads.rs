@@ -108,6 +108,7 @@ impl TrackData {
             });
         let mut generation = connection.generation();
         let put = generation.put_media(futures::stream::iter(chunks)).await?;
+        connection.stay(put.metadata());
         Ok(put.into_inner())
     }
 }

@@ -278,6 +278,7 @@ mod tests {
             certificate: None,
             credentials: None,
             insecure_token: false,
+            at_box: None,
             name: "ann".to_owned(),
         };
         let call = async {

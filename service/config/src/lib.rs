@@ -295,6 +295,8 @@ pub struct ClientSettings {
     pub credentials: Option<PathBuf>,
     /// Whether the token may be sent to another machine over a connection that is not encrypted.
     pub insecure_token: bool,
+    /// The one of several boxes behind a proxy that all calls are for.
+    pub at_box: Option<String>,
     /// Client name in the job list, and for fair shares.
     pub name: String,
 }
@@ -533,7 +535,7 @@ pub fn variables_of_workers() -> impl Iterator<Item = (std::ffi::OsString, std::
 }
 
 /// Settings with short names, which the Python client reads too.
-const SHORT_NAMES: [(&str, &str); 9] = [
+const SHORT_NAMES: [(&str, &str); 10] = [
     ("endpoint", "client.endpoint"),
     ("token_file", "client.token_file"),
     ("ca_file", "client.ca_file"),
@@ -543,6 +545,7 @@ const SHORT_NAMES: [(&str, &str); 9] = [
     ("certificate_key", "client.certificate_key"),
     ("credentials", "client.credentials"),
     ("client", "client.name"),
+    ("box", "client.box"),
 ];
 
 /// `MOORED_TABLE_SETTING` is `table.setting`. The client's have short names.

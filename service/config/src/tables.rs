@@ -226,6 +226,7 @@ impl ClientSettings {
                 .optional_path("client.credentials")
                 .or_else(|| Some(project_folders()?.config_dir().join("credentials.json"))),
             insecure_token: r.switch("client.insecure_token"),
+            at_box: Some(r.checked_text("client.box", name_of_box)).filter(|name| !name.is_empty()),
             name: Some(r.checked_text("client.name", name_of_client))
                 .filter(|name| !name.is_empty())
                 .unwrap_or_else(user_at_host),
@@ -329,6 +330,17 @@ fn name_of_client(name: &str) -> Result<(), String> {
             "{name:?} begins with {RESERVED_NAMES:?}, as the holders of sessions do: write another name"
         )),
         false => Ok(()),
+    }
+}
+
+/// A box as a proxy calls it: a header has it.
+fn name_of_box(name: &str) -> Result<(), String> {
+    let is_name = name.len() <= 256 && name.bytes().all(|byte| byte.is_ascii_graphic());
+    match is_name {
+        true => Ok(()),
+        false => Err(format!(
+            "{name:?} is no name of a box: plain letters, digits and signs are wanted"
+        )),
     }
 }
 
