@@ -93,7 +93,9 @@ def main() -> None:
     arguments = parser.parse_args()
     commit_time = int(os.environ.get("SOURCE_DATE_EPOCH", "0"))
     text = bill(arguments.features, arguments.version, commit_time)
-    problem = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) if arguments.check else None
+    problem = (
+        JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) if arguments.check else None
+    )
     if problem is not None:
         raise SystemExit(f"the list is no valid CycloneDX: {problem}")
     arguments.out.write_text(text + "\n", encoding="utf-8")

@@ -1,7 +1,6 @@
 //! The connection to a running service, and its errors with remedies.
 
 use std::fmt;
-use std::fmt::Write as _;
 use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -17,6 +16,7 @@ use api::v1::residency_client::ResidencyClient;
 use api::v1::server_client::ServerClient;
 use config::bounded;
 use config::{Address, ClientSettings};
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use prost::Message as _;
 use tonic::body::Body;
 use tonic::codegen::Service as _;
@@ -43,6 +43,25 @@ const MODEL_HEADER: &str = "x-moored-model";
 const BOX_HEADER: &str = "x-moored-box";
 /// Most bytes of a model in its header.
 const MODEL_AT_MOST: usize = 256;
+/// What is escaped in a model's name: all but letters, digits and these signs.
+const ESCAPED: &AsciiSet = &NON_ALPHANUMERIC
+    .remove(b'-')
+    .remove(b'_')
+    .remove(b'.')
+    .remove(b'~')
+    .remove(b'/')
+    .remove(b':')
+    .remove(b'@')
+    .remove(b'!')
+    .remove(b'$')
+    .remove(b'\'')
+    .remove(b'(')
+    .remove(b')')
+    .remove(b'*')
+    .remove(b',')
+    .remove(b';')
+    .remove(b'=')
+    .remove(b'&');
 
 pub(super) type Wire = InterceptedService<Answers, Credentials>;
 
@@ -82,16 +101,8 @@ impl Interceptor for Credentials {
 
 /// A model as its header has it: without formats and adapters, which follow a plus, and with what is no plain character escaped.
 fn model_of_header(model: &str) -> Option<MetadataValue<Ascii>> {
-    let mut written = String::new();
-    for byte in model.split('+').next().unwrap_or_default().bytes() {
-        match byte {
-            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' => written.push(char::from(byte)),
-            _ if b"_.-~/:@!$'()*,;=&".contains(&byte) => written.push(char::from(byte)),
-            _ => {
-                let _ = write!(written, "%{byte:02X}"); // to a string: it does not fail
-            }
-        }
-    }
+    let base = model.split('+').next().unwrap_or_default();
+    let mut written = utf8_percent_encode(base, ESCAPED).to_string();
     written.truncate(MODEL_AT_MOST);
     match written.is_empty() {
         true => None,
