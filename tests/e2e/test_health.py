@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,6 +182,23 @@ def test_a_draining_service_is_not_serving(simulate: Simulate) -> None:
         assert service.process.wait(DEADLINE_S) == 0
         for watch in watches:
             watch.close()
+
+
+def test_a_service_that_leaves_is_not_ready_before_it_refuses_jobs(simulate: Simulate) -> None:
+    """A proxy before several boxes sees it in time, and sends no job there that is refused."""
+    service = simulate(arguments=("--set", "service.notice=1h"))
+    with channel_to(service) as channel, service.client() as client:
+        watch = Watch(channel, "")
+        assert watch.wait_for(1) == [SERVING]
+        service.process.send_signal(signal.SIGTERM)
+        assert watch.wait_for(2) == [SERVING, NOT_SERVING]
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"http://{service.address}/readyz")
+        assert client.generate_image("late", model="small", timeout=DEADLINE_S).pictures
+        # The second signal ends the notice.
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(DEADLINE_S) == 0
+        watch.close()
 
 
 def test_a_service_whose_workers_die_repeatedly_answers_and_stops(simulate: Simulate) -> None:

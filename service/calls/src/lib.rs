@@ -112,6 +112,8 @@ pub struct Parts {
     pub keep: KeepSettings,
     /// What the service counts of itself; also an observer of its queue.
     pub metrics: Arc<Metrics>,
+    /// True once the service says that it is not ready, which is before it is shutting down.
+    pub leaving: watch::Receiver<bool>,
     /// True once the service is shutting down: endless streams end then.
     pub stopping: watch::Receiver<bool>,
 }
@@ -126,6 +128,8 @@ pub struct Service {
     /// Bytes of requests under way: the protocol servers count those that arrive.
     pub uploads: Arc<Budget>,
     pub metrics: Arc<Metrics>,
+    /// True once the service is not ready for good: health says so.
+    pub leaving: watch::Receiver<bool>,
     /// True once the service is shutting down.
     pub stopping: watch::Receiver<bool>,
 }
@@ -174,6 +178,7 @@ impl Service {
             generation,
             jobs: Jobs::new(parts.queue, kept),
             pulling: Pulling::new(parts.pulls, parts.models, parts.stopping.clone()),
+            leaving: parts.leaving,
             stopping: parts.stopping,
         })
     }

@@ -93,6 +93,8 @@ pub struct ServiceSettings {
     /// The token of the program that starts this service for itself alone, in place of all others. It is no setting.
     pub own_token: Option<Secret>,
     pub max_message: Bytes,
+    /// How long it says that it is not ready, and still takes jobs, before it drains.
+    pub notice: Duration,
     pub drain: Duration,
     pub state: PathBuf,
     pub confine_workers: ConfineWorkers,

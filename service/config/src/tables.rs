@@ -45,6 +45,7 @@ impl ServiceSettings {
             allow_without_tokens: r.switch("service.allow_without_tokens"),
             own_token: None,
             max_message: r.size_within("service.max_message", LEAST_MESSAGE, MOST_MESSAGE),
+            notice: r.duration("service.notice"),
             drain: r.duration("service.drain"),
             state,
             confine_workers: r.choice(

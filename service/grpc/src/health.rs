@@ -8,27 +8,27 @@ use tokio::sync::watch;
 use tonic_health::ServingStatus;
 use tonic_health::server::HealthReporter;
 
-/// Sets the health of the service and its cards, and updates it until the service stops. The first statuses are set when
+/// Sets the health of the service and its cards, and updates it until the service leaves. The first statuses are set when
 /// this returns: until then a reporter has the whole service as serving.
 pub(crate) async fn report(
     reporter: HealthReporter,
     reports: watch::Receiver<Arc<StatusReport>>,
-    stopping: watch::Receiver<bool>,
+    leaving: watch::Receiver<bool>,
 ) {
     let mut known = BTreeMap::new();
-    let (first, down) = (reports.borrow().clone(), *stopping.borrow());
+    let (first, down) = (reports.borrow().clone(), *leaving.borrow());
     set_all(&reporter, &mut known, &first, down).await;
-    tokio::spawn(follow(reporter, known, reports, stopping));
+    tokio::spawn(follow(reporter, known, reports, leaving));
 }
 
 async fn follow(
     reporter: HealthReporter,
     mut known: BTreeMap<String, bool>,
     mut reports: watch::Receiver<Arc<StatusReport>>,
-    mut stopping: watch::Receiver<bool>,
+    mut leaving: watch::Receiver<bool>,
 ) {
     loop {
-        let down = *stopping.borrow();
+        let down = *leaving.borrow();
         let report = reports.borrow_and_update().clone();
         set_all(&reporter, &mut known, &report, down).await;
         if down {
@@ -36,7 +36,7 @@ async fn follow(
         }
         tokio::select! {
             changed = reports.changed() => if changed.is_err() { break },
-            changed = stopping.changed() => if changed.is_err() { break },
+            changed = leaving.changed() => if changed.is_err() { break },
         }
     }
     // The queue or the service has ended: so nothing serves, even if the last report differs.

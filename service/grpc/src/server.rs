@@ -47,7 +47,7 @@ pub static PROTOCOL: Protocol = Protocol {
 pub async fn routes(service: Service, settings: GrpcSettings) -> Routes {
     let limit = usize::try_from(settings.max_message.0).unwrap_or(usize::MAX);
     let (reporter, health_service) = tonic_health::server::health_reporter();
-    health::report(reporter, service.card_memory.reports(), service.stopping.clone()).await;
+    health::report(reporter, service.card_memory.reports(), service.leaving.clone()).await;
     let reflection = || {
         tonic_reflection::server::Builder::configure()
             .register_encoded_file_descriptor_set(v1::DESCRIPTORS)

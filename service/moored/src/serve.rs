@@ -34,7 +34,7 @@ use crate::process::confinement::{Confinement, Places, Strictness};
 use crate::process::frames::MOST_INPUT_BYTES;
 use crate::process::supervisor::{self, Caches, EarlyWorker};
 use crate::service_unit;
-use crate::shutdown::shut_down;
+use crate::shutdown::{End, shut_down};
 use crate::telemetry::Traces;
 
 /// How long shutdown waits for a copy of quantized weights that is being written.
@@ -140,6 +140,7 @@ pub(crate) async fn run(
     pipelines::set_fp8_products(config.cards.fp8_products);
     let library = Arc::new(open_library(&config)?);
     let workers = WorkerPids::new(cards.len());
+    let (leaving, leaving_seen) = watch::channel(false);
     let (stopping, stopping_seen) = watch::channel(false);
     let (stopped, stopped_seen) = watch::channel(false);
     calls::paths::set_folders(folders_of_models(&config));
@@ -197,6 +198,7 @@ pub(crate) async fn run(
             resumed_at_once: config.queue.resumed_at_once,
         },
         metrics: metrics.clone(),
+        leaving: leaving_seen,
         stopping: stopping_seen,
     };
     // It reads the journal.
@@ -234,8 +236,14 @@ pub(crate) async fn run(
         first_card_of(&queue),
     ));
     let reports = queue.status();
-    let shutdown =
-        shut_down(queue, config.service.drain, stop, stopping, stopped).map_err(ServeError::Signals)?;
+    let end = End {
+        notice: config.service.notice,
+        drain: config.service.drain,
+        leaving,
+        stopping,
+        stopped,
+    };
+    let shutdown = shut_down(queue, end, stop).map_err(ServeError::Signals)?;
     let names: Vec<String> = cards.iter().map(|(device, _)| device.to_string()).collect();
     tracing::info!(%address, cards = names.join(" "), "moored is listening");
     log_access(&config, address, needs_token);

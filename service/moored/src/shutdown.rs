@@ -9,16 +9,29 @@ use tokio::time::Instant;
 
 use crate::service_unit;
 
-/// The first signal drains: no new jobs, running ones finish until the deadline. The second ends them now.
+/// How a service ends: its times, and who hears of each.
+pub(crate) struct End {
+    /// How long it is not ready before it drains.
+    pub(crate) notice: Duration,
+    /// How long running jobs have.
+    pub(crate) drain: Duration,
+    /// It is not ready.
+    pub(crate) leaving: watch::Sender<bool>,
+    /// It drains.
+    pub(crate) stopping: watch::Sender<bool>,
+    /// It has drained.
+    pub(crate) stopped: watch::Sender<bool>,
+}
+
+/// The first signal drains: health says that the service is not ready, for the notice, then there are no new jobs, and running ones
+/// finish until the deadline. The second signal ends them now.
 ///
 /// # Errors
 /// When signals cannot be handled.
 pub(crate) fn shut_down(
     queue: Queue,
-    drain: Duration,
+    end: End,
     stop: Option<oneshot::Receiver<()>>,
-    stopping: watch::Sender<bool>,
-    stopped: watch::Sender<bool>,
 ) -> std::io::Result<impl Future<Output = ()>> {
     let mut signals = Signals::new()?;
     Ok(async move {
@@ -32,11 +45,23 @@ pub(crate) fn shut_down(
             () = signals.end_or_hangup() => {}
             () = asked => {}
         }
+        end.leaving.send_replace(true);
+        let mut drain = end.drain;
+        if !end.notice.is_zero() {
+            tracing::info!(
+                "leaving: not ready, and jobs are taken for {} more s; press Ctrl-C again to stop now",
+                end.notice.as_secs_f32()
+            );
+            tokio::select! {
+                () = tokio::time::sleep(end.notice) => {}
+                () = signals.end() => drain = Duration::ZERO,
+            }
+        }
         tracing::info!(
             "stopping: waiting up to {} s for running jobs; press Ctrl-C again to stop now",
             drain.as_secs()
         );
-        stopping.send_replace(true);
+        end.stopping.send_replace(true);
         service_unit::tell_stopping(drain);
         let deadline = Instant::now() + drain;
         tokio::select! {
@@ -44,7 +69,7 @@ pub(crate) fn shut_down(
             never = log_time_left(deadline) => match never {},
             () = signals.end() => queue.drain(Instant::now()).await,
         }
-        stopped.send_replace(true);
+        end.stopped.send_replace(true);
     })
 }
 

@@ -13,7 +13,7 @@ pub(crate) async fn live() -> &'static str {
 /// Whether it takes jobs: a card is ready, and the service is not shutting down.
 #[utoipa::path(get, path = "/readyz", tag = "health", responses((status = 200, body = String), (status = 503, body = String)))]
 pub(crate) async fn ready(State(service): State<Service>) -> (StatusCode, String) {
-    if *service.stopping.borrow() {
+    if *service.leaving.borrow() {
         return (
             StatusCode::SERVICE_UNAVAILABLE,
             "the service is shutting down\n".to_owned(),
