@@ -141,15 +141,38 @@ impl<T> Prompts<T> {
 /// A step predicts under one condition after the other, in the same buffers: two conditions take twice the time, and little memory
 /// ([`Conditions::kept_bytes`]). Both predictions are combined as `negative + scale * (prompt - negative)` in f32, where the
 /// scale is [`Request::true_guidance`]. That is what diffusers' FLUX pipelines do with their `true_cfg_scale`. `ZImagePipeline`
-/// computes `prompt + guidance * (prompt - negative)`, which is the same with a scale of `1 + guidance`. Qwen-Image's go on from
-/// there ([`Conditions::keeping_length`]).
+/// computes `prompt + guidance * (prompt - negative)`, which is the same with a scale of `1 + guidance`. Qwen-Image's goes on from
+/// there, and Z-Image's may ([`Length`]).
 pub(crate) struct Conditions<C> {
     conditions: Prompts<C>,
     /// The prediction under the negative prompt, kept while that under the prompt is computed in the same buffers.
     kept: Option<Tensor>,
     scale: f64,
-    /// Whether the combination has the length of the prediction under the prompt, token by token.
-    keeps_length: bool,
+    length: Length,
+    /// Whether the next step is guided: else it predicts under the prompt alone.
+    is_guided: bool,
+}
+
+/// The length of the combination of both predictions.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Length {
+    /// As it is.
+    Free,
+    /// That of the prediction under the prompt, token by token, as in diffusers' `QwenImagePipeline`.
+    OfPrompt,
+    /// At most this many lengths of the prediction under the prompt, over all tokens, as with the `cfg_normalization` of
+    /// diffusers' `ZImagePipeline`.
+    AtMost(f64),
+}
+
+impl Length {
+    /// Bytes of a combination that was made in host memory, where a prediction has `numbers` numbers.
+    pub(crate) fn bytes(self, numbers: usize, dtype: DType) -> u64 {
+        match self {
+            Length::Free => 0,
+            Length::OfPrompt | Length::AtMost(_) => (numbers * dtype.size_in_bytes()) as u64,
+        }
+    }
 }
 
 impl<C> Conditions<C> {
@@ -169,18 +192,21 @@ impl<C> Conditions<C> {
             conditions,
             kept,
             scale: request.true_guidance.into(),
-            keeps_length: false,
+            length: Length::Free,
+            is_guided: true,
         })
     }
 
-    /// The same conditions, of whose combined predictions each token's has the length of that under the prompt, as in diffusers'
-    /// `QwenImagePipeline`. They are combined in f32 in host memory: a prediction has a thousandth of the numbers that a step
-    /// computes.
-    pub(crate) fn keeping_length(self) -> Conditions<C> {
-        Conditions {
-            keeps_length: true,
-            ..self
-        }
+    /// The same conditions, whose combined predictions have this length. Unless that is free they are combined in f32 in host
+    /// memory: a prediction has a thousandth of the numbers that a step computes.
+    pub(crate) fn of_length(self, length: Length) -> Conditions<C> {
+        Conditions { length, ..self }
+    }
+
+    /// The same conditions, for a step that is guided, or predicts under the prompt alone.
+    pub(crate) fn guided(&mut self, is_guided: bool) -> &Conditions<C> {
+        self.is_guided = is_guided;
+        self
     }
 
     /// Bytes that a second condition keeps, where a prediction has `numbers` numbers.
@@ -207,7 +233,7 @@ impl<C> Conditions<C> {
         mut predict: impl FnMut(&C) -> Result<&'a Tensor, StageError>,
     ) -> Result<Prediction<'a>, StageError> {
         let negative = match (&self.conditions.negative, &self.kept) {
-            (Some(negative), Some(kept)) => {
+            (Some(negative), Some(kept)) if self.is_guided => {
                 ops::copy_rows(predict(negative)?, kept)?;
                 Some(kept)
             }
@@ -216,41 +242,44 @@ impl<C> Conditions<C> {
         let prompt = predict(&self.conditions.prompt)?;
         match negative {
             None => Ok(Prediction::of(prompt)),
-            Some(kept) if self.keeps_length => {
-                let combined = of_length(prompt, kept, self.scale)?;
+            Some(kept) if self.length == Length::Free => Ok(Prediction::guided(prompt, kept, self.scale)),
+            Some(kept) => {
+                let combined = combined(prompt, kept, self.scale, self.length)?;
                 let combined = combined.to_dtype(kept.dtype())?.to_device(kept.device())?;
                 ops::copy_rows(&combined, kept)?;
                 Ok(Prediction::of(kept))
             }
-            Some(kept) => Ok(Prediction::guided(prompt, kept, self.scale)),
         }
     }
 }
 
-/// The combination of two predictions `[1, tokens, width]`, each token's as long as that under the prompt; f32 in host memory.
-fn of_length(prompt: &Tensor, negative: &Tensor, scale: f64) -> candle_core::Result<Tensor> {
+/// The combination of two predictions `[1, tokens, width]`, of this length; f32 in host memory.
+fn combined(prompt: &Tensor, negative: &Tensor, scale: f64, length: Length) -> candle_core::Result<Tensor> {
     let on_host = |tensor: &Tensor| -> candle_core::Result<Vec<f32>> {
         let tensor = tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
         tensor.flatten_all()?.to_vec1()
     };
-    let width = prompt.dim(2)?.max(1);
-    let (prompt_numbers, mut combined) = (on_host(prompt)?, on_host(negative)?);
-    let length = |token: &[f32]| token.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-    for (token, of_prompt) in combined
-        .chunks_exact_mut(width)
-        .zip(prompt_numbers.chunks_exact(width))
+    let (of_prompt, mut combined) = (on_host(prompt)?, on_host(negative)?);
+    for (number, prompt) in combined.iter_mut().zip(&of_prompt) {
+        *number += scale as f32 * (prompt - *number);
+    }
+    let (together, most) = match length {
+        Length::Free => return Tensor::from_vec(combined, prompt.shape(), &Device::Cpu),
+        Length::OfPrompt => (prompt.dim(2)?.max(1), None),
+        Length::AtMost(most) => (combined.len().max(1), Some(most)),
+    };
+    let of = |numbers: &[f32]| numbers.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    for (numbers, of_prompt) in combined
+        .chunks_exact_mut(together)
+        .zip(of_prompt.chunks_exact(together))
     {
-        for (number, prompt) in token.iter_mut().zip(of_prompt) {
-            *number += scale as f32 * (prompt - *number);
+        let (found, wanted) = (of(numbers), of(of_prompt) * most.unwrap_or(1.0));
+        let is_right = most.is_some() && found <= wanted;
+        // What is zero has no direction, and stays.
+        if found > 0.0 && !is_right {
+            let by = (wanted / found) as f32;
+            numbers.iter_mut().for_each(|number| *number *= by);
         }
-        let found = length(token);
-        // A token of zeros has no direction, and stays.
-        let by = if found > 0.0 {
-            length(of_prompt) / found
-        } else {
-            1.0
-        };
-        token.iter_mut().for_each(|number| *number *= by as f32);
     }
     Tensor::from_vec(combined, prompt.shape(), &Device::Cpu)
 }

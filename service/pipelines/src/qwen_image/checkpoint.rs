@@ -12,6 +12,7 @@ use super::config::{PATCH, TransformerConfig};
 use super::layout::{NAMES, layout};
 use crate::ModelError;
 use crate::checkpoint::{Checkpoint, Marks, Naming, TensorSpec, TransformerFiles, heads, rotary_axes};
+use crate::defaults::SHIFT_KEY;
 
 /// The supported pipeline classes.
 pub(super) const PIPELINES: [&str; 6] = [
@@ -58,7 +59,7 @@ pub(super) const MARKS: Marks = Marks {
     )],
     names: NAMES,
     unused: Some(ZERO_MARK),
-    sidecar_keys: &["shift"],
+    sidecar_keys: &[SHIFT_KEY],
 };
 
 impl TransformerFiles for TransformerConfig {

@@ -11,7 +11,7 @@ use super::transformer::{Prompted, TokenCounts, Transformer};
 use crate::adapters::{AdaptedTensors, UsedAs};
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::flux::{pack, unpack};
-use crate::sampling::{Conditions, Prompts, SampledLatent};
+use crate::sampling::{Conditions, Length, Prompts, SampledLatent};
 use crate::stage::{Stage, named, unknown};
 use crate::start::{Start, StartRule, start};
 use crate::tensors::to_host;
@@ -156,7 +156,7 @@ impl Stage<'_, QwenImageModel> {
             })
         })?;
         let shape = (1, tokens.generated, model.transformer.in_channels);
-        let conditions = Conditions::new(conditions, request, shape, on)?.keeping_length();
+        let conditions = Conditions::new(conditions, request, shape, on)?.of_length(Length::OfPrompt);
 
         // Transposing a latent on the host costs nothing.
         let mut latent = SampledLatent::new(&pack(&latent)?, sigmas, kept, on)?;

@@ -15,7 +15,7 @@ use crate::mmdit::{
 };
 use crate::place::Place;
 use crate::rotary::Rotations;
-use crate::sampling::Conditions;
+use crate::sampling::{Conditions, Length};
 use crate::sinusoids::sinusoids_of;
 
 /// Epsilon of the norm of the text.
@@ -251,8 +251,9 @@ pub fn denoise_scratch(
     let further = match conditions {
         0 | 1 => 0,
         _ => {
-            let kept = Conditions::<Conditioning>::kept_bytes(tokens.generated * config.in_channels, dtype);
-            blocks.rotations_bytes(tokens.all()) + text + 2 * kept
+            let numbers = tokens.generated * config.in_channels;
+            let kept = Conditions::<Conditioning>::kept_bytes(numbers, dtype);
+            blocks.rotations_bytes(tokens.all()) + text + kept + Length::OfPrompt.bytes(numbers, dtype)
         }
     };
     // The latent in f32 and in the computation dtype, and its velocity; the references.

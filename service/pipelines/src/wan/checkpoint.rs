@@ -11,6 +11,7 @@ use super::config::TransformerConfig;
 use super::layout::{NAMES, layout};
 use crate::ModelError;
 use crate::checkpoint::{Checkpoint, Marks, Naming, TensorSpec, TransformerFiles, heads};
+use crate::defaults::SHIFT_KEY;
 use crate::files::{incomplete, read_json, unsupported};
 
 /// The pipeline classes: text to film, and picture to film.
@@ -24,9 +25,6 @@ pub(super) const SECOND_FOLDER: [&str; 1] = ["transformer_2"];
 
 /// The key of a sidecar with the transformer of low noise.
 pub(super) const SECOND_KEY: &str = "transformer_2";
-
-/// The key of a sidecar with the shift of the times of steps.
-const SHIFT_KEY: &str = "shift";
 
 /// Detection rules of the family.
 pub(crate) const MARKS: Marks = Marks {

@@ -1,7 +1,7 @@
 //! Detection and reading of Z-Image checkpoints, by headers alone.
 //!
 //! Two layouts are supported. A **folder in diffusers' layout** has `model_index.json`, and each component in a separate
-//! folder. A **single file**, as for ComfyUI (`z_image_turbo_bf16.safetensors`), has the transformer only. Its companions are
+//! folder. A **single file**, as for ComfyUI (`z_image_bf16.safetensors`, `z_image_turbo_bf16.safetensors`), has the transformer only. Its companions are
 //! in a diffusers folder, as FLUX's. Of that folder the tokenizer, the scheduler and `model_index.json` suffice if
 //! `ae.safetensors` and `qwen_3_4b.safetensors` are beside the transformer, in that folder, or in `vae` and `text_encoders`
 //! beside the transformer's folder, where ComfyUI keeps them.
@@ -12,10 +12,11 @@ use super::config::TransformerConfig;
 use super::layout::{NAMES, PATCH_IN, UNUSED, layout};
 use crate::ModelError;
 use crate::checkpoint::{Checkpoint, Marks, Naming, TensorSpec, TransformerFiles, heads, rotary_axes};
+use crate::defaults::{NORMALIZATION_KEY, SHIFT_KEY, TRUNCATION_KEY};
 use crate::files::damaged;
 
 /// The supported pipeline classes.
-pub(super) const PIPELINES: [&str; 2] = ["ZImagePipeline", "ZImageImg2ImgPipeline"];
+pub(super) const PIPELINES: [&str; 3] = ["ZImagePipeline", "ZImageImg2ImgPipeline", "ZImageInpaintPipeline"];
 
 /// The folders of such a pipeline.
 pub(super) const FOLDERS: [&str; 5] = ["scheduler", "text_encoder", "tokenizer", "transformer", "vae"];
@@ -38,7 +39,7 @@ pub(super) const MARKS: Marks = Marks {
     ],
     names: NAMES,
     unused: Some(UNUSED),
-    sidecar_keys: &[],
+    sidecar_keys: &[SHIFT_KEY, NORMALIZATION_KEY, TRUNCATION_KEY],
 };
 
 /// The inner width of the timestep embedding, which is not in the configuration.

@@ -12,7 +12,7 @@ const MAX_TIMESTEP_WIDTH: usize = 256;
 pub(super) const PATCH: usize = 2;
 
 /// Configuration of the transformer, diffusers' `ZImageTransformer2DModel`; missing fields have that class's
-/// defaults, which are those of Z-Image-Turbo.
+/// defaults, which are those of Z-Image and of Z-Image-Turbo.
 #[derive(Debug, Clone, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct TransformerConfig {
@@ -109,7 +109,10 @@ impl TransformerConfig {
             ));
         }
         if self.siglip_feat_dim.is_some() {
-            return Err("it takes pictures encoded by SigLIP, which is not supported".to_owned());
+            return Err(
+                "it takes pictures encoded by SigLIP, as Z-Image-Omni does, which is not supported"
+                    .to_owned(),
+            );
         }
         if self.n_kv_heads != self.n_heads {
             return Err(format!(

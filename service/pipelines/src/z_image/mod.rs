@@ -1,7 +1,8 @@
-//! Z-Image-Turbo: its checkpoints (`checkpoint`), stages (`stages`), and transformer.
+//! Z-Image and Z-Image-Turbo: their checkpoints (`checkpoint`), which of both a checkpoint is (`variant`), stages (`stages`),
+//! and transformer.
 //!
-//! References are diffusers' `ZImagePipeline` and `ZImageImg2ImgPipeline` with their models; tensors have diffusers'
-//! names. The autoencoder is FLUX.1's, the text encoder is Qwen3.
+//! References are diffusers' `ZImagePipeline`, `ZImageImg2ImgPipeline` and `ZImageInpaintPipeline` with their models; tensors
+//! have diffusers' names. The autoencoder is FLUX.1's, the text encoder is Qwen3.
 
 mod blocks;
 mod buffers;
@@ -15,6 +16,7 @@ mod positions;
 mod quantize_rule;
 mod stages;
 mod transformer;
+mod variant;
 
 pub use self::model::{ZImage, ZImageModel};
 pub use config::TransformerConfig;

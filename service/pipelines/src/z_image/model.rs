@@ -4,7 +4,7 @@ use gpu::CheckpointFile;
 use model::Memo;
 use model::bounds::{self, PIXELS_PER_TOKEN};
 use model::plan::names;
-use model::{Field, LeftOut, Passes, Reads, smaller_sides};
+use model::{LeftOut, Passes, Reads, smaller_sides};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -14,9 +14,11 @@ use super::layout::{NAMES, layout};
 use super::positions::Lengths;
 use super::stages::{DENOISE, ENCODE_TEXT, captions};
 use super::transformer::{denoise_scratch, is_modulator, negative_scratch, refining_scratch};
+use super::variant::Variant;
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
+use crate::defaults::GuidanceRule;
 use crate::flow_match::SchedulerConfig;
 use crate::sampling::{Denoiser, Prompts, flops_of_attention, passes_in_step};
 use crate::stage::Stage;
@@ -35,16 +37,6 @@ pub(super) const TEXT_ENCODER: &str = "text_encoder";
 
 /// Name of the family.
 pub(super) const FAMILY: &str = "z-image";
-
-/// The optional fields of a request that the model reads.
-pub(super) const READS: Reads = Reads::of(&[
-    Field::InitImage,
-    Field::InitLatent,
-    Field::Mask,
-    Field::Adapters,
-    Field::NegativePrompt,
-    Field::TrueGuidance,
-]);
 
 /// The Z-Image family.
 #[derive(Clone, Copy, Debug, Default)]
@@ -81,20 +73,7 @@ impl Family for ZImage {
     }
 }
 
-/// All fields of a request that are out of bounds.
-pub(super) fn problems(request: &Request) -> Vec<RequestError> {
-    let mut problems = bounds::problems(request);
-    if request.guidance != 0.0 && !problems.iter().any(|problem| problem.field == "guidance") {
-        let problem = format!(
-            "is {}; Z-Image-Turbo is distilled, without guidance: set it to 0, and with a negative prompt set true_guidance instead",
-            request.guidance
-        );
-        problems.push(RequestError::new("guidance", problem));
-    }
-    problems
-}
-
-/// A Z-Image-Turbo checkpoint.
+/// A checkpoint of Z-Image or of Z-Image-Turbo.
 #[derive(Clone, Debug)]
 pub struct ZImageModel {
     pub(super) transformer: TransformerConfig,
@@ -103,6 +82,8 @@ pub struct ZImageModel {
     /// Layers of the text encoder that are run.
     pub(super) depth: usize,
     pub(super) scheduler: SchedulerConfig,
+    pub(super) guidance: GuidanceRule,
+    pub(super) variant: Variant,
     pub(super) tokenizer: Arc<QwenTokenizer>,
     pub(super) parts: ModelParts,
     /// The adapters that are attached to its components.
@@ -225,7 +206,10 @@ impl ZImageModel {
         let mut texts = format!("t{}", padded(&tokens.prompt));
         if let Some(negative) = tokens.negative.as_ref().map(padded) {
             texts.push_str(&format!(" n{negative}"));
-            buffers += negative_scratch(&self.transformer, &self.lengths(image, negative), dtype);
+            let lengths = self.lengths(image, negative);
+            let prediction = lengths.picture() * self.transformer.patch_width();
+            buffers += negative_scratch(&self.transformer, &lengths, dtype)
+                + self.guidance.length().bytes(prediction, dtype);
         }
         if request.has_curves() {
             buffers += refining_scratch(&self.transformer, &lengths, dtype);
@@ -260,11 +244,11 @@ impl Model for ZImageModel {
     }
 
     fn reads(&self) -> Reads {
-        READS
+        self.variant.reads()
     }
 
     fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
-        let mut problems = problems(request);
+        let mut problems = self.variant.problems(request);
         problems.extend(self.adapters.problems(&request.adapters));
         if !problems.is_empty() {
             return Err(problems);

@@ -3,33 +3,28 @@
 use std::path::Path;
 
 use gpu::CheckpointFile;
-use model::MAX_TOKENS;
 
 use super::checkpoint::MARKS;
 use super::config::TransformerConfig;
-use super::model::{FAMILY, READS, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel, problems};
+use super::model::{FAMILY, TEXT_ENCODER, TRANSFORMER, VAE, ZImageModel};
 use super::quantize_rule::role_of;
 use super::transformer::block_of;
+use super::variant::Variant;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::kl;
 use crate::checkpoint::{ComponentSet, Recognised, TransformerPlace, Wanted, open_single_file};
-use crate::defaults::folder_defaults;
+use crate::defaults::{GuidanceRule, folder_defaults, shift_of};
 use crate::files::{check_pairs, unsupported};
 use crate::flow_match::SchedulerConfig;
 use crate::text::qwen3::{self, Qwen3Config};
 use crate::text::tokenizers::QwenTokenizer;
-use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
+use crate::{ModelError, ModelParts, Precision, Request};
 
 /// The components of a model.
 const COMPONENTS: [&str; 3] = [TRANSFORMER, VAE, TEXT_ENCODER];
 
 /// Components that presets quantize.
 const LARGE: [&str; 2] = [TRANSFORMER, TEXT_ENCODER];
-
-/// Default request of Z-Image-Turbo.
-fn defaults() -> Request {
-    Request::of(Medium::Image(Image::of(1024, 1024)), 8, 0.0, MAX_TOKENS)
-}
 
 impl ZImageModel {
     /// Opens a folder in diffusers' layout or a single file, by headers and configurations; `None` if it is not
@@ -71,11 +66,20 @@ impl ZImageModel {
         if components.is_quantized(TEXT_ENCODER) {
             components.in_blocks(TEXT_ENCODER, qwen3::block_of);
         }
-        let defaults = folder_defaults(base, defaults(), READS, problems)?;
+        let scheduler = SchedulerConfig::of_pipeline(base)?;
+        let variant = Variant::of(single, &scheduler);
+        let mut scheduler = variant.scheduler(scheduler);
+        if let Some(shift) = shift_of(path, base)? {
+            scheduler = scheduler.with_shift(f64::from(shift));
+        }
+        let problems = |request: &Request| variant.problems(request);
+        let defaults = folder_defaults(base, variant.defaults(), variant.reads(), problems)?;
         Ok(Some(ZImageModel {
             parts: ModelParts::of_components(FAMILY, defaults, &LARGE, components),
             adapters: AdapterSet::default(),
-            scheduler: SchedulerConfig::of_pipeline(base)?,
+            scheduler,
+            guidance: GuidanceRule::of(path, base)?,
+            variant,
             tokenizer: QwenTokenizer::shared(&base.join("tokenizer"))?,
             transformer,
             vae: vae.config,

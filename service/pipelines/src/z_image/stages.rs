@@ -1,11 +1,11 @@
-//! Computation of a request's stages, as in diffusers' `ZImagePipeline` and `ZImageImg2ImgPipeline`.
+//! Computation of a request's stages, as in diffusers' `ZImagePipeline`, `ZImageImg2ImgPipeline` and `ZImageInpaintPipeline`.
 //!
 //! Random draws are in the order of the reference: image to image first draws the sample of the encoded picture, then
 //! the noise of the latent. The two are different stages here, so denoising draws the first again and discards it.
 //! Numbers are drawn in f32 on every card, as in the reference.
 //!
 //! A negative prompt is a second condition of every step ([`Conditions`]): the reference's `guidance_scale` is the true guidance
-//! less 1. Its `cfg_normalization` and `cfg_truncation` are left at their defaults, which change nothing; others are not offered.
+//! less 1. Its `cfg_normalization` and `cfg_truncation` are settings of the model ([`GuidanceRule`](crate::defaults::GuidanceRule)).
 
 use candle_core::Tensor;
 
@@ -106,7 +106,8 @@ impl Stage<'_, ZImageModel> {
             })
         })?;
         let shape = (1, lengths.picture(), model.transformer.patch_width());
-        let mut conditions = Conditions::new(conditions, request, shape, on)?;
+        let mut conditions =
+            Conditions::new(conditions, request, shape, on)?.of_length(model.guidance.length());
 
         // Transposing a latent on the host costs nothing.
         let mut latent = SampledLatent::new(&patches_of(&latent)?, sigmas, kept, on)?;
@@ -127,6 +128,7 @@ impl Stage<'_, ZImageModel> {
                 row = 0;
             }
             let mut go_on = || self.observer.check_cancelled();
+            let conditions = conditions.guided(model.guidance.guides_at(times[step]));
             let velocity = conditions
                 .predict(|each| {
                     let conditioning = &each.conditioning;

@@ -41,7 +41,7 @@ fn comfy(prefix: &str) -> HashMap<String, Tensor> {
 }
 
 /// ComfyUI's folders, with a pipeline's small files in a folder beside the transformer.
-fn comfy_folders(root: &Path, prefix: &str) -> PathBuf {
+pub(crate) fn comfy_folders(root: &Path, prefix: &str) -> PathBuf {
     let file = root.join("diffusion_models/z_image_turbo_bf16.safetensors");
     write(&comfy(prefix), &file);
     let whole = folder();

@@ -19,6 +19,17 @@ pub(crate) fn folder() -> TempDir {
     folder
 }
 
+/// The same pipeline with the scheduler of the base model.
+pub(crate) fn base_folder() -> TempDir {
+    let folder = folder();
+    let path = folder.path().join("scheduler/scheduler_config.json");
+    let text = std::fs::read_to_string(&path).expect("a scheduler");
+    let shifted = text.replace(r#""shift": 3.0"#, r#""shift": 6.0"#);
+    assert_ne!(shifted, text);
+    std::fs::write(&path, shifted).expect("a scheduler");
+    folder
+}
+
 /// A Z-Image model with all components resident.
 pub(crate) fn open(path: &Path, precision: &Precision) -> OpenModel {
     OpenModel::open("z-image", path, precision)

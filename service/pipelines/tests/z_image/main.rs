@@ -3,6 +3,7 @@
 #![allow(clippy::expect_used)] // What tests share is outside of them.
 
 mod adapters;
+mod base;
 mod checkpoints;
 mod components;
 #[path = "../../../ops/tests/device/mod.rs"]
