@@ -330,13 +330,11 @@ def write_what_is_not_read(folder: Path, weights: Numbers) -> None:
     gptq[f"{name}.g_idx"] = Tensor("I32", (columns,), bytes(4 * columns))
     write_safetensors(folder / "gptq.safetensors", gptq)
 
-    target = folder / "torchao-folder"
+    target = folder / "quanto-folder"
     shutil.copytree(DEMO / "model", target)
     config = target / "transformer/config.json"
-    said = {"quant_method": "torchao", "quant_type": "int4wo"}
+    said = {"quant_method": "quanto", "weights_dtype": "int4"}
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": said}))
-    # As diffusers saves it: subclasses of tensors have no place in safetensors.
-    (target / WEIGHTS).rename((target / WEIGHTS).with_suffix(".bin"))
 
 
 def write_scales_that_are_no_numbers(folder: Path, weights: Numbers) -> None:
@@ -394,7 +392,7 @@ STORED = {
 REFUSED = {
     "nunchaku": ["Nunchaku"],
     "gptq": ["GPTQ"],
-    "torchao-folder": ["bin", "safetensors"],
+    "quanto-folder": ["quanto"],
 }
 
 
