@@ -363,7 +363,7 @@ impl Generation {
         let (pictures, start) = self
             .request_pictures(asked, &defaults.medium, model, &caller.reach())
             .await?;
-        let references = Generation::references_of(&pictures, model)?;
+        let [references, seen] = Generation::references_of(&pictures, model)?;
         if let (Medium::Image(image), [first, ..]) = (&mut defaults.medium, &references[..])
             && matches!(start, StartFrom::Nothing)
             && asked.init_latent.is_none()
@@ -381,6 +381,7 @@ impl Generation {
                 let size = (image.width, image.height);
                 image.mask = mask_of(&pictures, size);
                 image.references = references;
+                image.seen = seen;
                 image.controls = controls_of(&asked.controls, entry, size);
             }
             Medium::Video(video) => video.end_image = end_of(&pictures, (video.width, video.height)),

@@ -6,7 +6,8 @@ use std::sync::Arc;
 use bytes::Bytes;
 use engine::Error;
 use engine::job::Reach;
-use media::pictures;
+use media::CancelToken;
+use media::pictures::{self, PictureError};
 use model::{Clip, InitImage, Mask, Medium, Model, Picture, PictureSlot, ReferenceFit, Request};
 
 use crate::asked::{Asked, StartFrom, named};
@@ -22,6 +23,7 @@ const END: &str = "end_image";
 const REFERENCES: &str = "references";
 
 /// A picture of a request, encoded.
+#[derive(Clone)]
 pub(crate) struct RequestPicture {
     /// The field of the request that has it.
     field: String,
@@ -44,10 +46,16 @@ impl RequestPictures {
         self.0.iter().any(|(of, _)| *of == slot)
     }
 
-    /// Removes and returns the picture of a slot.
-    fn take(&mut self, slot: PictureSlot) -> Option<RequestPicture> {
-        let index = self.0.iter().position(|(of, _)| *of == slot)?;
-        Some(self.0.swap_remove(index).1)
+    /// The picture that fills a slot: a reference is decoded for two of them where a model sees it in a second size.
+    fn of(&self, slot: PictureSlot) -> Option<&RequestPicture> {
+        let slot = match slot {
+            PictureSlot::Seen(index) => PictureSlot::Reference(index),
+            other => other,
+        };
+        self.0
+            .iter()
+            .find(|(of, _)| *of == slot)
+            .map(|(_, picture)| picture)
     }
 }
 
@@ -156,15 +164,19 @@ impl Generation {
         Ok((Some(pictures), StartFrom::Picture(InitImage::of_size(size))))
     }
 
-    /// The reference pictures of a request in the sizes that the model takes.
+    /// The reference pictures of a request in the sizes that the model takes, and in those in which it sees them, where these are
+    /// others.
     pub(crate) fn references_of(
         pictures: &RequestPictures,
         model: &dyn Model,
-    ) -> Result<Vec<InitImage>, Error> {
+    ) -> Result<[Vec<InitImage>; 2], Error> {
         let is_reference = |slot: &PictureSlot| matches!(slot, PictureSlot::Reference(_));
         let references = pictures.0.iter().filter(|(slot, _)| is_reference(slot));
-        let taken = references.map(|(_, reference)| Ok(InitImage::of_size(fit(model, reference)?.size)));
-        taken.collect()
+        let fits = references.map(|(_, reference)| fit(model, reference));
+        let fits = fits.collect::<Result<Vec<_>, Error>>()?;
+        let taken = fits.iter().map(|fit| InitImage::of_size(fit.size));
+        let seen = fits.iter().filter_map(|fit| fit.seen.map(InitImage::of_size));
+        Ok([taken.collect(), seen.collect()])
     }
 
     /// Decodes the pictures of a request, if the model accepts the request with their sizes. The bytes count against the client
@@ -172,7 +184,7 @@ impl Generation {
     pub(crate) async fn decode_pictures(
         &self,
         request: &mut Request,
-        mut pictures: RequestPictures,
+        pictures: RequestPictures,
         model: &Arc<dyn Model>,
         client: Client,
     ) -> Result<Option<Taken>, Error> {
@@ -188,12 +200,10 @@ impl Generation {
         let taken = self.bounds.media.take(client, bytes);
         let taken = taken.map_err(refused)?;
         for picture in request.medium.pictures_mut() {
-            if let Some(pictures) = pictures.take(picture.slot) {
-                let fit = match picture.slot {
-                    PictureSlot::Reference(_) => fit(&**model, &pictures)?,
-                    _ => ReferenceFit::scaled_to((*picture.width, *picture.height)),
-                };
-                *picture.data = self.decoded(pictures, picture.slot, fit, client).await?.into();
+            if let Some(encoded) = pictures.of(picture.slot) {
+                let fit = fit_of(&**model, picture.slot, encoded, (*picture.width, *picture.height))?;
+                let decoded = self.decoded(encoded.clone(), picture.slot, fit, client);
+                *picture.data = decoded.await?.into();
             }
         }
         Ok(Some(taken))
@@ -208,14 +218,45 @@ impl Generation {
         client: Client,
     ) -> Result<Vec<u8>, Error> {
         let RequestPicture { field, data, .. } = pictures;
-        let decode = move |cancel: &_| match slot {
-            PictureSlot::Mask => pictures::decode_mask(&data, fit.scaled, cancel),
-            PictureSlot::Start | PictureSlot::End | PictureSlot::Reference(_) | PictureSlot::Control(_) => {
-                pictures::decode(&data, Some(fit.scaled), cancel).map(|pixels| fit.cut(pixels.rgb, 3))
-            }
-        };
+        let decode = move |cancel: &_| decoded_as(&data, slot, fit, cancel);
         let decoded = self.decoding.run_of((PICTURES, client), decode).await?;
         decoded.map_err(|problem| invalid(&field, problem.to_string()))
+    }
+}
+
+/// The data of the picture of a slot.
+fn decoded_as(
+    data: &[u8],
+    slot: PictureSlot,
+    fit: ReferenceFit,
+    cancel: &CancelToken,
+) -> Result<Vec<u8>, PictureError> {
+    match slot {
+        PictureSlot::Mask => pictures::decode_mask(data, fit.scaled, cancel),
+        PictureSlot::Start
+        | PictureSlot::End
+        | PictureSlot::Reference(_)
+        | PictureSlot::Seen(_)
+        | PictureSlot::Control(_) => {
+            pictures::decode(data, Some(fit.scaled), cancel).map(|pixels| fit.cut(pixels.rgb, 3))
+        }
+    }
+}
+
+/// How the picture of a slot of this size is scaled and cut.
+fn fit_of(
+    model: &dyn Model,
+    slot: PictureSlot,
+    encoded: &RequestPicture,
+    size: (u32, u32),
+) -> Result<ReferenceFit, Error> {
+    match slot {
+        PictureSlot::Reference(_) => fit(model, encoded),
+        PictureSlot::Start
+        | PictureSlot::End
+        | PictureSlot::Mask
+        | PictureSlot::Seen(_)
+        | PictureSlot::Control(_) => Ok(ReferenceFit::scaled_to(size)),
     }
 }
 

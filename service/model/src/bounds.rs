@@ -154,6 +154,14 @@ pub fn problems(request: &Request) -> Vec<RequestError> {
     let of_controls = controls
         .flat_map(|(index, control)| control_problems(index, control, (picture.width, picture.height)));
     of_controls.for_each(|RequestError { field, problem }| refuse(&field, problem));
+    let is_seen = |image: &InitImage| {
+        let sides = [image.width, image.height];
+        image.is_whole() && sides.into_iter().all(|side| (1..=MAX_SIDE).contains(&side))
+    };
+    if !picture.seen.iter().all(is_seen) || ![0, picture.references.len()].contains(&picture.seen.len()) {
+        let problem = "are not all there in the size in which the text encoder sees them".to_owned();
+        refuse("references", problem);
+    }
     for image in &picture.references {
         let (width, height) = (image.width, image.height);
         let fits = [width, height].into_iter().all(|side| {

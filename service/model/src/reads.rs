@@ -159,6 +159,8 @@ fn asked_of_image(image: &Image) -> Vec<(Field, bool)> {
         mask,
         references,
         controls,
+        // Made of the references.
+        seen: _,
     } = image;
     vec![
         (Field::InitImage, init_image.is_some()),

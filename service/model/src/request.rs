@@ -105,6 +105,10 @@ pub struct Image {
     pub references: Vec<InitImage>,
     /// ControlNets, in order.
     pub controls: Vec<ControlUse>,
+    /// Editing: the references once more, in the size in which a text encoder sees them, for models that scale them twice
+    /// ([`ReferenceFit::seen`](crate::ReferenceFit::seen)); else none.
+    #[serde(default)]
+    pub seen: Vec<InitImage>,
 }
 
 /// A ControlNet in a request.

@@ -47,12 +47,19 @@ pub struct ReferenceFit {
     pub scaled: (u32, u32),
     /// Width and height of what is cut out, at most those.
     pub size: (u32, u32),
+    /// Width and height to which the picture is scaled a second time, for a text encoder that sees it; `None` for a model that
+    /// takes it once.
+    pub seen: Option<(u32, u32)>,
 }
 
 impl ReferenceFit {
     /// Scaled to a size, and not cut.
     pub fn scaled_to(size: (u32, u32)) -> ReferenceFit {
-        ReferenceFit { scaled: size, size }
+        ReferenceFit {
+            scaled: size,
+            size,
+            seen: None,
+        }
     }
 
     /// The middle of a scaled picture, rows of interleaved bytes with `channels` for each pixel.
@@ -220,6 +227,7 @@ mod tests {
         let fit = ReferenceFit {
             scaled: (5, 4),
             size: (2, 2),
+            seen: None,
         };
         let bytes: Vec<u8> = (0..20).collect();
         assert_eq!(fit.cut(bytes.clone(), 1), [6, 7, 11, 12]);

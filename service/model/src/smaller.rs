@@ -30,7 +30,7 @@ pub fn smaller_sides(request: &Request, grain: u32) -> Vec<(String, Request)> {
                 PictureSlot::Start | PictureSlot::End | PictureSlot::Mask | PictureSlot::Control(_) => {
                     (*picture.width, *picture.height) = size;
                 }
-                PictureSlot::Reference(_) => {} // keeps its own size
+                PictureSlot::Reference(_) | PictureSlot::Seen(_) => {} // keeps its own size
             }
         }
         Some((format!("{}x{}", size.0, size.1), smaller))

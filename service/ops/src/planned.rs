@@ -28,6 +28,13 @@ impl Planned {
             .planned(dtype, true)
             .map(Planned::Convolution)
     }
+
+    /// As [`Planned::convolution`], without a bias.
+    pub fn convolution_alone(x: &[usize], filter: &[usize], steps: &Steps, dtype: DType) -> Option<Planned> {
+        MapShape::of(x, Sides::of(filter)?, steps)?
+            .planned(dtype, false)
+            .map(Planned::Convolution)
+    }
 }
 
 /// Whether cuDNN is used for this dtype: f32 is computed without it.

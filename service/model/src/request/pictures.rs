@@ -14,6 +14,8 @@ pub enum PictureSlot {
     Mask,
     /// One of the references, by its index.
     Reference(usize),
+    /// The same in the size in which a text encoder sees it.
+    Seen(usize),
     /// The picture of a ControlNet, by its index.
     Control(usize),
 }
@@ -43,7 +45,11 @@ impl Picture<'_> {
     pub fn whole_bytes(&self) -> u64 {
         let channels = match self.slot {
             PictureSlot::Mask => 1,
-            PictureSlot::Start | PictureSlot::End | PictureSlot::Reference(_) | PictureSlot::Control(_) => 3,
+            PictureSlot::Start
+            | PictureSlot::End
+            | PictureSlot::Reference(_)
+            | PictureSlot::Seen(_)
+            | PictureSlot::Control(_) => 3,
         };
         channels * u64::from(self.size.0) * u64::from(self.size.1)
     }
@@ -89,6 +95,7 @@ impl Medium {
             mask,
             references,
             controls,
+            seen,
         } = image;
         let mut pictures = Vec::new();
         pictures.extend(init_image.iter().map(|image| rgb(PictureSlot::Start, image)));
@@ -99,6 +106,8 @@ impl Medium {
         }));
         let references = references.iter().enumerate();
         pictures.extend(references.map(|(index, image)| rgb(PictureSlot::Reference(index), image)));
+        let seen = seen.iter().enumerate();
+        pictures.extend(seen.map(|(index, image)| rgb(PictureSlot::Seen(index), image)));
         let controls = controls.iter().enumerate();
         pictures.extend(controls.map(|(index, control)| rgb(PictureSlot::Control(index), &control.image)));
         pictures
@@ -124,6 +133,7 @@ impl Medium {
             mask,
             references,
             controls,
+            seen,
         } = image;
         let mut pictures = Vec::new();
         pictures.extend(
@@ -139,6 +149,8 @@ impl Medium {
         }));
         let references = references.iter_mut().enumerate();
         pictures.extend(references.map(|(index, image)| rgb_mut(PictureSlot::Reference(index), image)));
+        let seen = seen.iter_mut().enumerate();
+        pictures.extend(seen.map(|(index, image)| rgb_mut(PictureSlot::Seen(index), image)));
         let controls = controls.iter_mut().enumerate();
         pictures.extend(
             controls.map(|(index, control)| rgb_mut(PictureSlot::Control(index), &mut control.image)),
@@ -161,7 +173,7 @@ mod tests {
         }
     }
 
-    /// A request for 64 by 64 pixels with a picture in every slot; references of 32 and 16 pixels.
+    /// A request for 64 by 64 pixels with a picture in every slot; references of 32 and 16 pixels, seen in 24 and 8.
     fn with_all() -> Request {
         let control = ControlUse {
             name: "edges".into(),
@@ -178,6 +190,7 @@ mod tests {
                 ..Mask::of_size((64, 64))
             }),
             references: vec![picture(32), picture(16)],
+            seen: vec![picture(24), picture(8)],
             controls: vec![control],
             ..Image::of(64, 64)
         };
@@ -194,6 +207,8 @@ mod tests {
             PictureSlot::Mask,
             PictureSlot::Reference(0),
             PictureSlot::Reference(1),
+            PictureSlot::Seen(0),
+            PictureSlot::Seen(1),
             PictureSlot::Control(0),
         ];
         assert_eq!(slots, expected);
@@ -239,6 +254,8 @@ mod tests {
                 let expected = match picture.slot {
                     PictureSlot::Reference(0) => (32, 32),
                     PictureSlot::Reference(_) => (16, 16),
+                    PictureSlot::Seen(0) => (24, 24),
+                    PictureSlot::Seen(_) => (8, 8),
                     _ => (width, height),
                 };
                 assert_eq!(picture.size, expected, "{:?}", picture.slot);

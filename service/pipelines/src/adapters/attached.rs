@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use candle_core::{DType, Device, Tensor};
-use gpu::{ComponentTensors, MissingTensor};
-use ops::LowRank;
+use gpu::{ComponentTensors, MissingTensor, Weight};
+use ops::{Filter, Gate, LowRank, Onto, Steps};
 
 use super::StrengthCurve;
 use super::open::AdapterPart;
@@ -65,6 +65,53 @@ impl LayerTerm {
     /// The rank of the term.
     pub(crate) fn rank(&self) -> usize {
         self.down.dims()[0]
+    }
+}
+
+/// The term of a convolution: a convolution to as many channels as its rank, each of whose positions is projected up.
+#[derive(Clone, Debug)]
+pub(crate) struct ConvolutionTerm {
+    /// `[rank, inputs, rows, columns]`.
+    down: Tensor,
+    /// `[outputs, rank]`.
+    up: Tensor,
+    /// Alpha by the rank.
+    scale: f64,
+    strength: CurrentStrength,
+}
+
+impl ConvolutionTerm {
+    /// Adds the term at its current strength to the result `[items, rows, columns, outputs]` of the convolution of a map; at
+    /// strength 0 it changes nothing. It takes the memory that is predicted of [`ConvolutionRanks`](super::ConvolutionRanks).
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn add(&self, map: &Tensor, steps: &Steps, out: &Tensor) -> candle_core::Result<()> {
+        let strength = self.strength.get();
+        if strength == 0.0 {
+            return Ok(());
+        }
+        let (dtype, device) = (out.dtype(), out.device());
+        let (outputs, rank) = self.up.dims2()?;
+        let positions = out.elem_count() / outputs;
+        let mut shape = out.dims().to_vec();
+        shape.pop();
+        shape.push(rank);
+        let narrow = ops::blank(&shape, dtype, device)?;
+        let down = Weight::Full(gpu::to_device(&self.down, device)?);
+        let filter = Filter::new(&down, dtype)?;
+        ops::convolve(map, &filter, None, steps, &narrow, Onto::Nothing)?;
+        drop((filter, down));
+        let branch = ops::blank(&[positions, outputs], dtype, device)?;
+        let up = Weight::Full(gpu::to_device(&self.up, device)?);
+        let filter = Filter::new(&up, dtype)?;
+        let narrow = narrow.reshape((positions, rank))?;
+        ops::convolve(&narrow, &filter, None, &Steps::EACH, &branch, Onto::Nothing)?;
+        let factor = (self.scale * f64::from(strength)) as f32;
+        let factor = Tensor::full(factor, (1, outputs), &Device::Cpu)?;
+        let factor = factor.to_dtype(dtype)?.to_device(device)?;
+        let out = out.reshape((positions, outputs))?;
+        ops::add_residual(&out, &branch, Some(Gate::from(&factor)))
     }
 }
 
@@ -141,6 +188,33 @@ impl AttachedAdapters {
         terms.collect()
     }
 
+    /// The terms of a convolution with a weight of this shape, `[outputs, inputs, rows, columns]`.
+    ///
+    /// # Errors
+    /// When a tensor is missing.
+    fn of_convolution(&self, layer: &str, weight: &[usize]) -> Result<Vec<ConvolutionTerm>, MissingTensor> {
+        let with_layer = self.0.iter().filter_map(|attached| {
+            let scale = attached.scales.get(layer)?;
+            Some((attached, *scale))
+        });
+        let terms = with_layer.map(|(attached, scale)| {
+            let name = format!("{layer}.down");
+            let rank = attached.tensors.get(&name)?.dims().first().copied();
+            let rank = rank.unwrap_or_default();
+            let (outputs, kernel) = weight.split_first().unwrap_or((&0, &[]));
+            let shape: Vec<usize> = std::iter::once(rank).chain(kernel.iter().copied()).collect();
+            Ok(ConvolutionTerm {
+                down: attached.tensors.shaped(&name, &shape)?,
+                up: attached
+                    .tensors
+                    .shaped(&format!("{layer}.up"), &[*outputs, rank])?,
+                scale,
+                strength: attached.strength.clone(),
+            })
+        });
+        terms.collect()
+    }
+
     /// The first tensor of these adapters with a number that is not finite: its component and its name. It reads all their
     /// numbers, so it is only called for the error of a stage that failed.
     ///
@@ -206,6 +280,18 @@ impl<'a> AdaptedTensors<'a> {
         outputs: usize,
     ) -> Result<Vec<LayerTerm>, MissingTensor> {
         self.adapters.of_layer(layer, inputs, outputs)
+    }
+
+    /// The terms of a convolution of this name, with a weight of this shape.
+    ///
+    /// # Errors
+    /// When a tensor of an adapter is missing.
+    pub(crate) fn convolution_terms(
+        &self,
+        layer: &str,
+        weight: &[usize],
+    ) -> Result<Vec<ConvolutionTerm>, MissingTensor> {
+        self.adapters.of_convolution(layer, weight)
     }
 }
 

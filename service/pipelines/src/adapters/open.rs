@@ -10,7 +10,7 @@ use gpu::{CheckpointFile, LoadError, LoadPlan, Stored, TensorEntry, TensorSource
 
 use super::scales::{Configured, read_number};
 use super::spelling::{PairPart, layers_and_parts, unsupported_kind};
-use super::targets::{LayerPart, TargetComponent, TargetLayer};
+use super::targets::{LayerPart, TargetComponent};
 use super::{AdapterError, AdapterFile, AdapterKind, AdapterReport};
 use crate::checkpoint::{ComponentFiles, Rows, known_by_names};
 use crate::files::root_class;
@@ -25,12 +25,43 @@ pub(crate) struct AdapterPart {
     pub(crate) component: String,
     /// By layer of the base, the scale of its term. Its factors are the tensors `{layer}.down` and `{layer}.up`.
     pub(crate) scales: Arc<BTreeMap<String, f64>>,
-    /// The largest rank.
+    /// The largest rank of a linear layer's term.
     pub(crate) rank: usize,
     /// Numbers of the factors of the largest layer.
     pub(crate) largest_numbers: usize,
-    /// Shapes of the layers that it changes, `[outputs, inputs]`.
+    /// Shapes of the linear layers that it changes, `[outputs, inputs]`.
     pub(crate) shapes: BTreeSet<[usize; 2]>,
+    /// The convolutions that it changes, by layer the rank.
+    pub(crate) convolutions: BTreeMap<String, usize>,
+}
+
+impl AdapterPart {
+    /// The part of this name with these terms.
+    fn of(component: String, terms: &[Term], target: &TargetComponent) -> AdapterPart {
+        let mut part = AdapterPart {
+            base: target.name,
+            component,
+            scales: Arc::default(),
+            rank: 0,
+            largest_numbers: 0,
+            shapes: BTreeSet::new(),
+            convolutions: BTreeMap::new(),
+        };
+        let mut scales = BTreeMap::new();
+        for term in terms {
+            let layer = &target.layers[term.layer];
+            scales.insert(layer.name.clone(), term.scale);
+            part.largest_numbers = part.largest_numbers.max(layer.numbers(term.rank));
+            if layer.kernel.is_some() {
+                part.convolutions.insert(layer.name.clone(), term.rank);
+            } else {
+                part.rank = part.rank.max(term.rank);
+                part.shapes.insert([layer.outputs, layer.inputs]);
+            }
+        }
+        part.scales = Arc::new(scales);
+        part
+    }
 }
 
 /// An open adapter, known by its header.
@@ -193,29 +224,11 @@ fn open(
                 second: twice[1].in_file.clone(),
             });
         }
-        let rank = terms.iter().map(|term| term.rank).max().unwrap_or_default();
-        let shape_of = |term: &Term| {
-            let TargetLayer { outputs, inputs, .. } = target.layers[term.layer];
-            [outputs, inputs]
-        };
-        let numbers = terms
-            .iter()
-            .map(|term| term.rank * shape_of(term).iter().sum::<usize>());
-        let largest_numbers = numbers.max().unwrap_or_default();
-        let shapes = terms.iter().map(shape_of).collect();
-        let scales = terms
-            .iter()
-            .map(|term| (target.layers[term.layer].name.clone(), term.scale));
         adapter.report.layers.insert(target.name.to_owned(), terms.len());
+        let rank = terms.iter().map(|term| term.rank).max().unwrap_or_default();
         adapter.report.rank = adapter.report.rank.max(rank);
-        adapter.parts.push(AdapterPart {
-            base: target.name,
-            component: format!("adapter:{}:{}", file.name, target.name),
-            scales: Arc::new(scales.collect()),
-            rank,
-            largest_numbers,
-            shapes,
-        });
+        let component = format!("adapter:{}:{}", file.name, target.name);
+        adapter.parts.push(AdapterPart::of(component, &terms, target));
         components.push(ComponentFiles {
             place: file.path.clone(),
             plan: LoadPlan::Files(terms.into_iter().flat_map(|term| [term.down, term.up]).collect()),
@@ -319,16 +332,21 @@ fn terms_of(
         found: entry.shape.clone(),
         expected,
     };
-    let inputs = target.layers[parts[0].layer].inputs;
+    let first = &target.layers[parts[0].layer];
     let outputs: usize = parts
         .iter()
         .flat_map(|part| &part.rows)
         .map(|rows| rows.count)
         .sum();
-    let rank = match matrix(down) {
-        Some([rank, columns]) if rank > 0 && columns == inputs => rank,
-        _ => return Err(shape(down_name, down, format!("[rank, {inputs}]"))),
-    };
+    let rank = down.shape.first().copied().unwrap_or_default();
+    let down_shape = first.down_shape(rank);
+    // A convolution of one pixel and a linear layer are the same, and files have either.
+    let is_same = down.shape == down_shape
+        || (first.kernel.is_none_or(|kernel| kernel == [1, 1]) && matrix(down) == Some([rank, first.inputs]));
+    if rank == 0 || !is_same {
+        let sides: Vec<String> = down_shape[1..].iter().map(usize::to_string).collect();
+        return Err(shape(down_name, down, format!("[rank, {}]", sides.join(", "))));
+    }
     if matrix(up) != Some([outputs, rank]) {
         return Err(shape(up_name, up, format!("[{outputs}, {rank}]")));
     }
@@ -342,21 +360,10 @@ fn terms_of(
         .alpha
         .map(|(name, entry)| read_number(&weights.opened, name, entry));
     let scale = configured.scale(in_file, rank, own.transpose()?)?;
-    let source = |name: String, entry: &TensorEntry, rows: &[Rows], shape: [usize; 2]| {
-        let flat = TensorEntry {
-            shape: matrix(entry).map_or_else(|| entry.shape.clone(), |sides| sides.to_vec()),
-            ..entry.clone()
-        };
-        let ranges = rows.iter().filter_map(|rows| flat.rows(rows.first, rows.count));
+    let source = |name: String, entry: &TensorEntry, rows: &[Rows], shape: Vec<usize>| {
+        let ranges = rows.iter().filter_map(|rows| entry.rows(rows.first, rows.count));
         let ranges: Vec<_> = ranges.map(|entry| entry.range).collect();
-        TensorSource::full(
-            name,
-            weights.header.path(),
-            ranges,
-            entry.stored,
-            shape.to_vec(),
-            dtype,
-        )
+        TensorSource::full(name, weights.header.path(), ranges, entry.stored, shape, dtype)
     };
     let all_of_down = [Rows {
         first: 0,
@@ -368,12 +375,17 @@ fn terms_of(
             layer: part.layer,
             rank,
             scale,
-            down: source(format!("{}.down", layer.name), down, &all_of_down, [rank, inputs]),
+            down: source(
+                format!("{}.down", layer.name),
+                down,
+                &all_of_down,
+                layer.down_shape(rank),
+            ),
             up: source(
                 format!("{}.up", layer.name),
                 up,
                 &part.rows,
-                [layer.outputs, rank],
+                vec![layer.outputs, rank],
             ),
             in_file: in_file.to_owned(),
         }

@@ -1,5 +1,6 @@
 //! The adapters of an open model, for its plans and its stages.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::DType;
@@ -30,6 +31,17 @@ impl UsedAs {
             UsedAs::Text => each.text_strength != 0.0,
             UsedAs::Steps => !each.strength.is_zero(),
         }
+    }
+}
+
+/// The ranks of the terms of convolutions, by adapter and layer.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ConvolutionRanks<'a>(Vec<&'a BTreeMap<String, usize>>);
+
+impl ConvolutionRanks<'_> {
+    /// The ranks of a layer's terms, in the order in which they are added.
+    pub(crate) fn of(&self, layer: &str) -> impl Iterator<Item = usize> {
+        self.0.iter().filter_map(move |layers| layers.get(layer).copied())
     }
 }
 
@@ -126,6 +138,16 @@ impl AdapterSet {
         };
         let of_parts = parts.filter(|part| part.base == base).filter_map(of_part);
         Bytes(of_parts.max().unwrap_or_default())
+    }
+
+    /// The ranks of the terms of a component's convolutions, of the adapters that a request uses.
+    pub(crate) fn convolution_ranks<'a>(
+        &'a self,
+        base: &'a str,
+        uses: &'a [AdapterUse],
+    ) -> ConvolutionRanks<'a> {
+        let parts = self.parts(uses, base, UsedAs::Steps);
+        ConvolutionRanks(parts.map(|(_, part)| &part.convolutions).collect())
     }
 
     /// The rungs of sampling with this scratch: all components resident, or, if there are adapters, with the adapters in host

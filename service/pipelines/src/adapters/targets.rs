@@ -16,13 +16,35 @@ pub(super) struct LayerPart {
     pub(super) rows: Vec<Rows>,
 }
 
-/// A linear layer of a component.
+/// A linear layer of a component, or a convolution.
 #[derive(Clone, Debug)]
 pub(super) struct TargetLayer {
     /// The layer's name in the component: the name of its weight without `.weight`.
     pub(super) name: String,
     pub(super) outputs: usize,
     pub(super) inputs: usize,
+    /// Rows and columns of a convolution's filter.
+    pub(super) kernel: Option<[usize; 2]>,
+}
+
+impl TargetLayer {
+    /// The shape of the factor that takes the layer's input to so many numbers.
+    pub(super) fn down_shape(&self, rank: usize) -> Vec<usize> {
+        let kernel = self.kernel.iter().flatten().copied();
+        [rank, self.inputs].into_iter().chain(kernel).collect()
+    }
+
+    /// Numbers of both factors of this rank.
+    pub(super) fn numbers(&self, rank: usize) -> usize {
+        self.down_shape(rank).iter().product::<usize>() + self.outputs * rank
+    }
+}
+
+/// Which layers of a component adapters may change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Changed {
+    Linears,
+    LinearsAndConvolutions,
 }
 
 /// A component whose layers adapters may change.
@@ -46,7 +68,17 @@ impl TargetComponent {
         names: LayerNames,
         optional: &str,
     ) -> TargetComponent {
-        TargetComponent::of(name, None, specs, names, optional)
+        TargetComponent::of(name, None, specs, Changed::Linears, names, optional)
+    }
+
+    /// As [`TargetComponent::denoiser`], with the convolutions over rows and columns, whose terms the denoiser computes
+    /// ([`ConvolutionTerm`](super::ConvolutionTerm)).
+    pub(crate) fn convolutional(
+        name: &'static str,
+        specs: &[TensorSpec],
+        names: LayerNames,
+    ) -> TargetComponent {
+        TargetComponent::of(name, None, specs, Changed::LinearsAndConvolutions, names, "")
     }
 
     /// The layers of a text encoder, whose names in files begin with one of `prefixes`. `optional` is a part of layers'
@@ -57,13 +89,15 @@ impl TargetComponent {
         specs: &[TensorSpec],
         optional: &str,
     ) -> TargetComponent {
-        TargetComponent::of(name, Some(prefixes.to_vec()), specs, LayerNames(&[]), optional)
+        let prefixes = Some(prefixes.to_vec());
+        TargetComponent::of(name, prefixes, specs, Changed::Linears, LayerNames(&[]), optional)
     }
 
     fn of(
         name: &'static str,
         prefixes: Option<Vec<&'static str>>,
         specs: &[TensorSpec],
+        changed: Changed,
         names: LayerNames,
         optional: &str,
     ) -> TargetComponent {
@@ -80,17 +114,19 @@ impl TargetComponent {
             ) else {
                 continue;
             };
-            let &[outputs, inputs] = spec.shape.as_slice() else {
-                continue;
+            let (outputs, inputs, kernel) = match *spec.shape.as_slice() {
+                [outputs, inputs] if is_linear(layer) => (outputs, inputs, None),
+                [outputs, inputs, rows, columns] if changed == Changed::LinearsAndConvolutions => {
+                    (outputs, inputs, Some([rows, columns]))
+                }
+                _ => continue,
             };
-            if !is_linear(layer) {
-                continue;
-            }
             let index = component.layers.len();
             component.layers.push(TargetLayer {
                 name: layer.to_owned(),
                 outputs,
                 inputs,
+                kernel,
             });
             let whole = vec![Rows {
                 first: 0,

@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
 
-use super::components::{Requested, Shapes, component_of_specs, open, whole};
+use super::components::{Requested, Shapes, component_of_specs, whole};
+use super::file_part::FilePart;
 use super::spec::TensorSpec;
 use super::stored::Checkpoint;
 use crate::files::checked;
@@ -13,42 +14,49 @@ use crate::{ComponentFiles, ModelError};
 /// A component's folder, or the file that replaces it.
 pub(crate) struct ComponentPlace {
     place: PathBuf,
-    is_file: bool,
+    file: Option<FilePart>,
     /// The component's configuration, unless that is the published one.
     config: Option<PathBuf>,
 }
 
 impl ComponentPlace {
-    /// Configuration and place of a component with this folder. Where the folder has no weights, the single file is searched.
-    /// `without_configuration` is the configuration of a single file that has none beside it.
+    /// Configuration and place of a component with this folder. `own` is the component in the file of the whole model. Without it,
+    /// and where the folder has no weights, the single file is searched. `without_configuration` is the configuration of a file
+    /// that has none beside it.
     ///
     /// # Errors
     /// When its configuration cannot be read, or is not supported.
     pub(crate) fn of<C: DeserializeOwned>(
         folder: &Path,
+        own: Option<FilePart>,
         companion: impl FnOnce() -> Option<PathBuf>,
-        without_configuration: impl FnOnce(&Path) -> Result<C, ModelError>,
+        without_configuration: impl FnOnce(&FilePart) -> Result<C, ModelError>,
         check: fn(&C) -> Result<(), String>,
     ) -> Result<(C, ComponentPlace), ModelError> {
         let config = folder.join("config.json");
-        let file = match Checkpoint::is_in(folder) {
-            true => None,
-            false => companion(),
+        let file = match own {
+            None if !Checkpoint::is_in(folder) => companion().map(FilePart::whole),
+            own => own,
         };
+        let place = match &file {
+            Some(file) => file.path(),
+            None => folder,
+        };
+        let place = place.to_owned();
         Ok(match file {
             Some(file) if !config.is_file() => (
                 without_configuration(&file)?,
                 ComponentPlace {
-                    place: file,
-                    is_file: true,
+                    place,
+                    file: Some(file),
                     config: None,
                 },
             ),
             file => (
                 checked(&config, check)?,
                 ComponentPlace {
-                    is_file: file.is_some(),
-                    place: file.unwrap_or_else(|| folder.to_owned()),
+                    place,
+                    file,
                     config: Some(config),
                 },
             ),
@@ -57,7 +65,7 @@ impl ComponentPlace {
 
     /// The single file, if it is one.
     pub(crate) fn file(&self) -> Option<&Path> {
-        self.is_file.then_some(self.place.as_path())
+        self.file.as_ref().map(FilePart::path)
     }
 
     /// The component at the place, with the tensors of `shapes`, which may query which names exist. `rename` returns the names
@@ -84,9 +92,9 @@ impl ComponentPlace {
         rename: impl Fn(&str) -> Option<String>,
         specs: impl FnOnce(&dyn Fn(&str) -> bool) -> Vec<TensorSpec>,
     ) -> Result<ComponentFiles, ModelError> {
-        let checkpoint = match self.is_file {
-            true => Checkpoint::of_file(&open(&self.place)?, rename)?,
-            false => Checkpoint::of_folder(&self.place)?,
+        let checkpoint = match &self.file {
+            Some(file) => file.checkpoint(rename)?,
+            None => Checkpoint::of_folder(&self.place)?,
         };
         let specs = specs(&|name| checkpoint.has(name));
         component_of_specs(&self.place, &checkpoint, &specs, wanted, self.config.as_deref())

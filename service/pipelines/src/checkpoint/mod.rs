@@ -4,6 +4,7 @@
 
 mod component_place;
 mod components;
+mod file_part;
 mod names;
 mod numbered;
 mod numbers;
@@ -22,6 +23,7 @@ pub(crate) use components::{
     Requested, Shapes, Wanted, component_of_checkpoint, component_of_folder, component_of_specs,
     exact_component, open, open_single_file, whole,
 };
+pub(crate) use file_part::{FilePart, NamesInModel, VAE_IN_MODEL};
 pub(crate) use model::{ComponentFiles, ComponentSet};
 pub(crate) use names::{LayerNames, prefixes, unwrapped};
 pub(crate) use numbered::numbered;

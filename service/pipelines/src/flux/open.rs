@@ -13,7 +13,8 @@ use super::quantize_rule::role_of;
 use crate::adapters::AdapterSet;
 use crate::autoencoders::kl;
 use crate::checkpoint::{
-    ComponentSet, Recognised, TransformerPlace, Wanted, component_of_folder, open_single_file,
+    ComponentFiles, ComponentSet, FilePart, NamesInModel, Recognised, Shapes, TransformerPlace, Wanted,
+    component_of_checkpoint, component_of_folder, open_single_file,
 };
 use crate::defaults::folder_defaults;
 use crate::files::{check_pairs, checked, count_all_as_read, pipeline_class, recorded};
@@ -25,7 +26,19 @@ use crate::text::tokenizers::{ClipTokenizer, T5Tokenizer};
 use crate::{Image, Medium, ModelError, ModelParts, Precision, Request};
 
 /// Component names, in the order of [`crate::Model::components`].
-const COMPONENTS: [&str; 4] = ["transformer", "vae", "text_encoder", "text_encoder_2"];
+const COMPONENTS: [&str; 4] = ["transformer", "vae", CLIP, T5];
+
+/// The components of the text encoders, and their names in the file of a whole model.
+const CLIP: &str = "text_encoder";
+const T5: &str = "text_encoder_2";
+const CLIP_IN_MODEL: NamesInModel = NamesInModel {
+    prefixes: &["text_encoders.clip_l.transformer."],
+    marks: &["text_model.embeddings.token_embedding.weight"],
+};
+const T5_IN_MODEL: NamesInModel = NamesInModel {
+    prefixes: &["text_encoders.t5xxl.transformer."],
+    marks: &["shared.weight", "encoder.embed_tokens.weight"],
+};
 
 /// Components that presets quantize: nearly all bytes. The others are small, and lose quality out of proportion.
 const LARGE: [&str; 2] = ["transformer", "text_encoder_2"];
@@ -81,10 +94,10 @@ impl FluxModel {
         let files = [
             transformer_files,
             vae.files(wanted.of("vae"))?,
-            component_of_folder(&base.join("text_encoder"), wanted.of("text_encoder"), |has| {
+            text_encoder(base, alone, (CLIP, CLIP_IN_MODEL), &wanted, |has| {
                 clip.tensor_shapes(has)
             })?,
-            component_of_folder(&base.join("text_encoder_2"), wanted.of("text_encoder_2"), |has| {
+            text_encoder(base, alone, (T5, T5_IN_MODEL), &wanted, |has| {
                 t5.tensor_shapes(has)
             })?,
         ];
@@ -108,6 +121,23 @@ impl FluxModel {
             clip,
             t5,
         }))
+    }
+}
+
+/// A text encoder, in its folder or in the file of the whole model.
+fn text_encoder(
+    base: &Path,
+    single: Option<&Path>,
+    (name, in_model): (&'static str, NamesInModel),
+    wanted: &Wanted,
+    shapes: impl FnOnce(&dyn Fn(&str) -> bool) -> Shapes,
+) -> Result<ComponentFiles, ModelError> {
+    match FilePart::of_model(single, in_model)? {
+        Some(own) => {
+            let checkpoint = own.checkpoint(|name| Some(name.to_owned()))?;
+            component_of_checkpoint(own.path(), checkpoint, wanted.of(name), shapes)
+        }
+        None => component_of_folder(&base.join(name), wanted.of(name), shapes),
     }
 }
 

@@ -53,6 +53,7 @@ pub(super) fn fit(width: u32, height: u32) -> Result<ReferenceFit, RequestError>
     Ok(ReferenceFit {
         scaled,
         size: (whole(scaled.0), whole(scaled.1)),
+        seen: None,
     })
 }
 

@@ -10,8 +10,9 @@ use super::checkpoint::{MARKS, PARTS, PIPELINES, folders_of};
 use super::config::TransformerConfig;
 use super::layout::{NAMES, layout};
 use super::places::TRANSFORMERS;
-use super::plan::{DENOISE, ENCODE_END, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION};
+use super::plan::{DENOISE, ENCODE_END, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION, longest};
 use super::sections::{Order, Sections};
+use super::transformer::TokenCounts;
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::hunyuan::{Chunking, HunyuanVaeConfig};
 use crate::film_lengths;
@@ -20,7 +21,7 @@ use crate::sampling::Prompts;
 use crate::stage::Stage;
 use crate::text::clip::ClipConfig;
 use crate::text::llama::LlamaConfig;
-use crate::text::tokenizers::{ClipTokenizer, LlamaTokenizer, TemplatedIds};
+use crate::text::tokenizers::{ClipTokenizer, LlamaTokenizer};
 use crate::vision::processor::ImageProcessor;
 use crate::vision::siglip::SiglipConfig;
 use crate::{
@@ -320,12 +321,8 @@ impl Model for HunyuanModel {
                 let Ok(prompts) = self.prompt_ids(request) else {
                     return Vec::new();
                 };
-                let blocks = self.transformer.blocks();
-                let of_prompt = |prompt: &TemplatedIds| {
-                    let tokens = self.tokens(prompt.used(), video);
-                    blocks.planned(tokens.all(), tokens.sampled, dtype)
-                };
-                prompts.iter().flat_map(of_prompt).collect()
+                let of_prompts = prompts.map(|prompt| self.tokens(prompt.used(), video));
+                self.planned_to_denoise(&of_prompts)
             }
             _ => self
                 .vae
@@ -335,6 +332,30 @@ impl Model for HunyuanModel {
 
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError> {
         Stage::new(self, stage, observer).run()
+    }
+}
+
+impl HunyuanModel {
+    /// Shapes of attention in a step: of each prompt the text, refined alone, and then all tokens, in the buffers of the longest
+    /// text. The negative prompt comes first.
+    fn planned_to_denoise(&self, of_prompts: &Prompts<TokenCounts>) -> Vec<ops::Planned> {
+        let (blocks, dtype) = (self.transformer.blocks(), self.parts.dtype());
+        let rows = longest(of_prompts).all();
+        let passes = of_prompts.negative.iter().chain([&of_prompts.prompt]);
+        let mut planned = Vec::new();
+        for tokens in passes {
+            let refined = match self.transformer.num_refiner_layers {
+                0 => Vec::new(),
+                _ => blocks.planned_in(rows, (tokens.text, tokens.text), dtype),
+            };
+            let all = blocks.planned_in(rows, (tokens.all(), tokens.sampled), dtype);
+            for shape in refined.into_iter().chain(all) {
+                if !planned.contains(&shape) {
+                    planned.push(shape);
+                }
+            }
+        }
+        planned
     }
 }
 

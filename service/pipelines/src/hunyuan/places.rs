@@ -222,7 +222,7 @@ impl Places {
         check: fn(&C) -> Result<(), String>,
     ) -> Result<(C, ComponentPlace), ModelError> {
         let companion = || self.companion_of(component);
-        ComponentPlace::of(&root.join(component), companion, |_| Ok(published()), check)
+        ComponentPlace::of(&root.join(component), None, companion, |_| Ok(published()), check)
     }
 
     /// The single file of a component; none for a pipeline's own folder, which is complete.

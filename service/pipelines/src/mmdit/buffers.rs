@@ -91,12 +91,22 @@ impl Buffers {
         (widths * shape.width() * rows * number) as u64
     }
 
-    /// Shapes of the attention over the tokens of one picture and its text, of which `needed` are needed after the blocks.
-    pub(crate) fn planned(shape: &BlocksShape, tokens: usize, needed: usize, dtype: DType) -> Vec<Planned> {
+    /// Shapes of the attention over the tokens of one picture and its text, of which `needed` are needed after the blocks, in
+    /// buffers of `rows` rows: those of the longest text.
+    pub(crate) fn planned(
+        shape: &BlocksShape,
+        (tokens, needed): (usize, usize),
+        rows: usize,
+        dtype: DType,
+    ) -> Vec<Planned> {
         let by_head = (shape.heads, shape.head);
         let (joint, wide) = (3 + shape.design.gated(), shape.design.wide());
-        let rows = (joint * shape.width(), wide * shape.width());
-        let all = AttentionShape::of_rows(tokens, by_head, rows, dtype, MaskShape::None);
+        let (row, row_out) = (joint * shape.width(), wide * shape.width());
+        let mut all = AttentionShape::of_rows(tokens, by_head, (row, row_out), dtype, MaskShape::None);
+        for strides in [&mut all.q, &mut all.k, &mut all.v] {
+            strides[0] = rows * row;
+        }
+        all.out[0] = rows * row_out;
         let last = (shape.single > 0 && attends_for_some(tokens, needed)).then(|| AttentionShape {
             queries: needed,
             ..all.clone()

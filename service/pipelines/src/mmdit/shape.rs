@@ -114,7 +114,17 @@ impl BlocksShape {
 
     /// Shapes of the attention over all tokens of one item, of which `needed` are needed after the blocks.
     pub(crate) fn planned(&self, tokens: usize, needed: usize, dtype: DType) -> Vec<Planned> {
-        Buffers::planned(self, tokens, needed, dtype)
+        self.planned_in(tokens, (tokens, needed), dtype)
+    }
+
+    /// The same in buffers of `rows` rows, which are those of a longer text.
+    pub(crate) fn planned_in(
+        &self,
+        rows: usize,
+        (tokens, needed): (usize, usize),
+        dtype: DType,
+    ) -> Vec<Planned> {
+        Buffers::planned(self, (tokens, needed), rows, dtype)
     }
 }
 

@@ -24,7 +24,7 @@ use crate::mmdit::{flops_of_pass, is_modulator};
 use crate::sampling::{Denoiser, Prompts, passes_in_step};
 use crate::stage::Stage;
 use crate::start::{is_from_latent, steps_run};
-use crate::text::qwen2_vl::{Prompt, Qwen2VlConfig};
+use crate::text::qwen2_vl::{MAX_TOKENS, Prompt, Qwen2VlConfig};
 use crate::text::tokenizers::QwenTokenizer;
 use crate::vision::qwen2_vl::QwenImageProcessor;
 use crate::{
@@ -141,7 +141,10 @@ impl QwenImageModel {
                 },
                 ..error
             })?;
+            // The text encoder reads the template's tokens too, which the transformer does not.
+            let dropped = prompt.ids.len() - prompt.used();
             let most = positions::MOST.saturating_sub(first);
+            let most = most.min(MAX_TOKENS.saturating_sub(dropped));
             match prompt.used() > most {
                 true => Err(RequestError::new(
                     field,
@@ -188,10 +191,15 @@ impl QwenImageModel {
         let pictured = prompts.iter().map(Prompt::pictured).max().unwrap_or(0);
         let scratch = self.text.scratch(tokens, pictured, dtype)
             + components.dequantizing(TEXT_ENCODER, tokens, |_| true);
-        let sizes = image.references.iter();
-        let sizes = sizes.map(|reference| InitImage::of_size((reference.width, reference.height)));
+        let sizes = |pictures: &[InitImage]| {
+            let pictures = pictures.iter();
+            pictures
+                .map(|picture| InitImage::of_size((picture.width, picture.height)))
+                .collect()
+        };
         let read = Image {
-            references: sizes.collect(),
+            references: sizes(&image.references),
+            seen: sizes(&image.seen),
             ..Image::of(0, 0)
         };
         let gives = self.encodings(request, prompts);
@@ -319,7 +327,10 @@ impl Model for QwenImageModel {
             && self.variant.edits()
             && image.references.is_empty()
         {
-            image.references.push(InitImage::of_size((1024, 1024)));
+            let size = (1024, 1024);
+            image.references.push(InitImage::of_size(size));
+            let seen = self.fit(size.0, size.1).ok().and_then(|fit| fit.seen);
+            image.seen.extend(seen.map(InitImage::of_size));
         }
         request
     }
@@ -344,6 +355,9 @@ impl Model for QwenImageModel {
             && self.variant.edits()
         {
             image.references = vec![black(2 * PIXELS_PER_TOKEN)];
+            if self.variant == Variant::EditPlus {
+                image.seen.clone_from(&image.references);
+            }
         }
         request
     }

@@ -1,6 +1,6 @@
 //! The cuDNN shapes of a request's stages, derived from the configurations.
 
-use ops::{AttentionShape, Planned};
+use ops::Planned;
 
 use super::model::QwenImageModel;
 use super::references::{ENCODE_PICTURE, ENCODE_REFERENCE};
@@ -11,7 +11,7 @@ use crate::{Image, InitImage, Request};
 impl QwenImageModel {
     /// cuDNN shapes of a stage on a card, in order of use. Pictures are decoded and encoded whole: a lower rung
     /// compiles its plans itself.
-    pub(super) fn planned_of(&self, stage: &str, request: &Request) -> Vec<Planned> {
+    pub(super) fn planned_of<'r>(&'r self, stage: &str, request: &'r Request) -> Vec<Planned> {
         let Ok(image) = request.image() else {
             return Vec::new();
         };
@@ -41,11 +41,9 @@ impl QwenImageModel {
                 // The negative prompt comes first.
                 for prompt in prompts.negative.iter().chain([&prompts.prompt]) {
                     let all = tokens.all() - tokens.text + prompt.used();
-                    let shapes = self.transformer.blocks().planned(all, tokens.generated, dtype);
-                    let shapes = shapes.into_iter();
-                    shapes
-                        .map(|shape| in_buffers(shape, all, tokens.all()))
-                        .for_each(&mut add);
+                    let blocks = self.transformer.blocks();
+                    let shapes = blocks.planned_in(tokens.all(), (all, tokens.generated), dtype);
+                    shapes.into_iter().for_each(&mut add);
                 }
                 if request.preview {
                     // At half the size.
@@ -57,34 +55,20 @@ impl QwenImageModel {
             }
             DECODE => return autoencoder.planned_to_decode(image),
             other => {
-                let of = |prefix: &str| -> Option<&InitImage> {
+                let of = |prefix: &str, pictures: &'r [InitImage]| -> Option<&'r InitImage> {
                     let number: usize = other.strip_prefix(prefix)?.parse().ok()?;
-                    image.references.get(number)
+                    pictures.get(number)
                 };
-                if let Some(reference) = of(ENCODE_REFERENCE) {
+                if let Some(reference) = of(ENCODE_REFERENCE, &image.references) {
                     let size = Image::of(reference.width, reference.height);
                     return autoencoder.planned_to_encode(&size);
                 }
-                if let Some(Ok(grid)) = of(ENCODE_PICTURE).map(|reference| self.grid(reference)) {
+                let seen = self.seen(image).unwrap_or_default();
+                if let Some(Ok(grid)) = of(ENCODE_PICTURE, seen).map(|seen| self.grid(seen)) {
                     return self.text.vision.planned(grid, dtype);
                 }
             }
         }
         planned
     }
-}
-
-/// The shape of an attention over `tokens` tokens in buffers that have more rows: those of the longest text.
-fn in_buffers(shape: Planned, tokens: usize, rows: usize) -> Planned {
-    let Planned::Attention(shape) = shape else {
-        return shape;
-    };
-    let of = |[item, row, head]: [usize; 3]| [item / tokens.max(1) * rows, row, head];
-    Planned::Attention(AttentionShape {
-        q: of(shape.q),
-        k: of(shape.k),
-        v: of(shape.v),
-        out: of(shape.out),
-        ..shape
-    })
 }

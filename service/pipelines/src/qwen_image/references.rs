@@ -1,7 +1,7 @@
 //! Pictures that are edited. The text encoder sees each of them in the prompt, and the transformer as tokens after those of the
 //! generated picture (`QwenImageEditPipeline`, `QwenImageEditPlusPipeline`).
 
-use model::{MAX_SIDE, Memo, Passes, ReferenceFit, resized};
+use model::{MAX_SIDE, Memo, Passes, ReferenceFit};
 
 use super::model::{QwenImageModel, VISION};
 use super::variant::Variant;
@@ -23,7 +23,8 @@ pub(super) const REFERENCE: &str = "reference_";
 /// Pixels to which a reference is scaled.
 const AREA: u32 = 1024 * 1024;
 
-/// Pixels to which it is scaled for the text encoder by Edit-2509 and 2511; Edit takes it as it is.
+/// Pixels to which it is scaled for the text encoder by Edit-2509 and 2511, from the client's picture; Edit sees it as it is
+/// taken.
 const AREA_SEEN: u32 = 384 * 384;
 
 /// The places of all pictures: the generated one, then the references.
@@ -49,45 +50,41 @@ impl QwenImageModel {
             )));
         }
         let problem = |problem: String| refuse(format!("one is {width}x{height}: {problem}"));
-        self.grid_at(size).map_err(problem)?;
-        Ok(ReferenceFit::scaled_to(size))
+        let seen = (self.variant == Variant::EditPlus).then(|| size_of_area((width, height), AREA_SEEN));
+        self.processor.grid(seen.unwrap_or(size)).map_err(problem)?;
+        Ok(ReferenceFit {
+            seen,
+            ..ReferenceFit::scaled_to(size)
+        })
     }
 
-    /// The size of a reference of this size as the text encoder sees it, before its own processor scales it.
-    fn seen_size(&self, size: (u32, u32)) -> (u32, u32) {
-        match self.variant {
-            Variant::Text | Variant::Edit => size,
-            Variant::EditPlus => size_of_area(size, AREA_SEEN),
+    /// The references of a request as the text encoder sees them, before its own processor scales them.
+    pub(super) fn seen<'a>(&self, image: &'a Image) -> Result<&'a [InitImage], RequestError> {
+        let seen = match self.variant {
+            Variant::Text | Variant::Edit => &image.references,
+            Variant::EditPlus => &image.seen,
+        };
+        match seen.len() == image.references.len() {
+            true => Ok(seen),
+            false => Err(RequestError::new(
+                "references",
+                "are there without the size in which the text encoder sees them",
+            )),
         }
     }
 
-    /// The patches of a reference of this size.
-    fn grid_at(&self, size: (u32, u32)) -> Result<Grid, String> {
-        self.processor.grid(self.seen_size(size))
-    }
-
-    /// The patches of a reference.
-    pub(super) fn grid(&self, reference: &InitImage) -> Result<Grid, RequestError> {
-        let grid = self.grid_at((reference.width, reference.height));
+    /// The patches of a picture that the text encoder sees.
+    pub(super) fn grid(&self, seen: &InitImage) -> Result<Grid, RequestError> {
+        let grid = self.processor.grid((seen.width, seen.height));
         grid.map_err(|problem| RequestError::new("references", problem))
     }
 
-    /// The patches of a reference's pixels, f32 `[patches, numbers]` in host memory.
-    pub(super) fn patches(&self, reference: &InitImage) -> Result<candle_core::Tensor, StageError> {
-        let size = (reference.width, reference.height);
-        let seen = self.seen_size(size);
-        if reference.rgb.is_empty() || !reference.is_whole() {
+    /// The patches of its pixels, f32 `[patches, numbers]` in host memory.
+    pub(super) fn patches(&self, seen: &InitImage) -> Result<candle_core::Tensor, StageError> {
+        if seen.rgb.is_empty() || !seen.is_whole() {
             return Err(StageError::BadInput("a reference without its pixels".to_owned()));
         }
-        let scaled;
-        let rgb = match seen == size {
-            true => &reference.rgb[..],
-            false => {
-                scaled = resized(&reference.rgb, 3, size, seen);
-                &scaled[..]
-            }
-        };
-        Ok(self.processor.patches(rgb, seen)?)
+        Ok(self.processor.patches(&seen.rgb, (seen.width, seen.height))?)
     }
 
     /// One of a request's texts in its template, with the tokens of the pictures that are edited.
@@ -97,7 +94,7 @@ impl QwenImageModel {
         image: &Image,
         text: &str,
     ) -> Result<Prompt, RequestError> {
-        let grids = image.references.iter().map(|reference| self.grid(reference));
+        let grids = self.seen(image)?.iter().map(|seen| self.grid(seen));
         let grids = grids.collect::<Result<Vec<Grid>, RequestError>>()?;
         let (template, most) = (self.variant.template(), self.variant.most_tokens(request));
         let refused = |error: TokenizeError| RequestError::new("prompt", error.to_string());
@@ -113,9 +110,8 @@ impl QwenImageModel {
 
     /// The stages of the pictures that are edited in the vision tower.
     pub(super) fn picture_stages(&self, image: &Image) -> Result<Vec<StagePlan>, RequestError> {
-        let references = image.references.iter().enumerate();
-        references
-            .map(|(number, reference)| self.picture_stage(number, reference))
+        let seen = self.seen(image)?.iter().enumerate();
+        seen.map(|(number, seen)| self.picture_stage(number, seen))
             .collect()
     }
 
@@ -134,14 +130,14 @@ impl QwenImageModel {
     }
 
     /// The stage of a picture in the vision tower. It is remembered for requests with the same picture.
-    fn picture_stage(&self, number: usize, reference: &InitImage) -> Result<StagePlan, RequestError> {
-        let (grid, dtype) = (self.grid(reference)?, self.parts.dtype());
+    fn picture_stage(&self, number: usize, seen: &InitImage) -> Result<StagePlan, RequestError> {
+        let (grid, dtype) = (self.grid(seen)?, self.parts.dtype());
         let components = &self.parts.components;
         let scratch =
             self.text.vision.scratch(grid, dtype) + components.dequantizing(VISION, grid.patches(), |_| true);
         let read = Image {
-            references: vec![reference.clone()],
-            ..Image::of(reference.width, reference.height)
+            references: vec![seen.clone()],
+            ..Image::of(seen.width, seen.height)
         };
         let name = format!("{ENCODE_PICTURE}{number}");
         Ok(StagePlan {
@@ -156,12 +152,11 @@ impl QwenImageModel {
 
     /// The vision tower's values.
     pub(super) fn pictures(&self, image: &Image) -> Result<Vec<ValueShape>, RequestError> {
-        let references = image.references.iter().enumerate();
-        let value = |(number, reference): (usize, &InitImage)| {
-            let shape = vec![self.grid(reference)?.tokens(), self.text.hidden_size];
+        let value = |(number, seen): (usize, &InitImage)| {
+            let shape = vec![self.grid(seen)?.tokens(), self.text.hidden_size];
             Ok(ValueShape::new(&format!("{PICTURE}{number}"), shape))
         };
-        references.map(value).collect()
+        self.seen(image)?.iter().enumerate().map(value).collect()
     }
 
     /// The autoencoder's values.

@@ -19,7 +19,9 @@ use super::layout::{NAMES, layout};
 use super::model::{FAMILY_TITLE, TEXT_ENCODER, TEXT_ENCODER_2, UNET};
 use crate::ModelError;
 use crate::autoencoders::kl::name_in_single_file;
-use crate::checkpoint::{Checkpoint, Marks, Naming, Shapes, TensorSpec, TransformerFiles, sidecar_of, whole};
+use crate::checkpoint::{
+    Checkpoint, Marks, Naming, Shapes, TensorSpec, TransformerFiles, VAE_IN_MODEL, sidecar_of, whole,
+};
 use crate::files::read_json;
 use crate::samplers::{NoiseConfig, Prediction, Spacing};
 use crate::text::clip::{ClipConfig, TRANSPOSED_PROJECTION};
@@ -118,9 +120,8 @@ const CLIP_L: [&str; 2] = [
     "text_encoders.clip_l.transformer.",
 ];
 const BIG_G: [&str; 1] = ["conditioner.embedders.1.model."];
-
-/// Prefixes of the names of the autoencoder.
-const VAE: [&str; 2] = ["first_stage_model.", "vae."];
+/// That of the second text encoder in the names of transformers.
+const BIG_G_OF_TRANSFORMERS: [&str; 1] = ["text_encoders.clip_g.transformer."];
 
 impl<'a> SingleFile<'a> {
     pub(super) fn new(path: &Path, file: &'a CheckpointFile) -> SingleFile<'a> {
@@ -154,7 +155,7 @@ impl<'a> SingleFile<'a> {
     /// # Errors
     /// When it is quantized in an unsupported way.
     pub(super) fn vae(&self) -> Result<Option<Checkpoint>, ModelError> {
-        self.part(&VAE, name_in_single_file)
+        self.part(VAE_IN_MODEL.prefixes, name_in_single_file)
     }
 
     /// A text encoder, if it is there, and the tensors of this configuration in it.
@@ -172,9 +173,13 @@ impl<'a> SingleFile<'a> {
                 let specs = whole(config.tensor_shapes(&|name| checkpoint.has(name)));
                 (checkpoint, specs)
             }),
-            _ => self
-                .part(&BIG_G, same)?
-                .map(|checkpoint| (checkpoint, open_clip(config))),
+            _ => match self.part(&BIG_G, same)? {
+                Some(checkpoint) => Some((checkpoint, open_clip(config))),
+                None => self.part(&BIG_G_OF_TRANSFORMERS, same)?.map(|checkpoint| {
+                    let specs = whole(with_projection(config, &|name| checkpoint.has(name)));
+                    (checkpoint, specs)
+                }),
+            },
         })
     }
 

@@ -7,6 +7,7 @@
 mod attention;
 mod checkpoint;
 mod config;
+mod convolution;
 mod layout;
 mod model;
 mod open;

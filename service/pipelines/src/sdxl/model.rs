@@ -153,7 +153,7 @@ impl SdxlModel {
             whole(self.encoders[encoder].tensor_shapes(&|name| components.has_tensor(component, name)))
         };
         let targets = [
-            TargetComponent::denoiser(UNET, &layout(&self.unet), NAMES, ""),
+            TargetComponent::convolutional(UNET, &layout(&self.unet), NAMES),
             TargetComponent::text_encoder(TEXT_ENCODER, &CLIP_L, &specs(0, TEXT_ENCODER), "text_model."),
             TargetComponent::text_encoder(TEXT_ENCODER_2, &BIG_G, &specs(1, TEXT_ENCODER_2), "text_model."),
         ];
@@ -323,10 +323,11 @@ impl SdxlModel {
         let ways = ways(request);
         let items = ways.first().map_or(1, |way| way.items());
         let texts = self.unet.text_bytes(items * chunks * self.chunk_length(), dtype);
+        let ranks = self.adapters.convolution_ranks(UNET, &request.adapters);
         let rungs = ways.iter().flat_map(|way| {
             let sizes = self.sizes(image, chunks, way.items());
             let [height, width] = sizes.sides;
-            let buffers = self.unet.scratch(sizes, dtype) + texts;
+            let buffers = self.unet.scratch_with(sizes, dtype, &ranks) + texts;
             let scratch = denoiser.scratch(buffers, sizes.items * height * width, 1, request);
             let rungs = self.adapters.rungs(UNET, &request.adapters, scratch, dtype);
             rungs.into_iter().map(|rung| way.labelled(rung))

@@ -2,7 +2,7 @@
 
 use ops::Planned;
 
-use super::model::SdxlModel;
+use super::model::{SdxlModel, UNET};
 use super::stages::{DENOISE, ENCODE_MASKED, ENCODE_TEXT, ways};
 use crate::Request;
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE};
@@ -24,7 +24,8 @@ impl SdxlModel {
             ENCODE_IMAGE | ENCODE_MASKED => autoencoder.planned_to_encode(image),
             DENOISE => {
                 let items = ways(request).first().map_or(1, |way| way.items());
-                let mut planned = self.unet.planned(self.sizes(image, chunks, items), dtype);
+                let ranks = self.adapters.convolution_ranks(UNET, &request.adapters);
+                let mut planned = self.unet.planned(self.sizes(image, chunks, items), dtype, &ranks);
                 if request.preview {
                     // At half the size.
                     planned.extend(autoencoder.planned_to_preview(image));

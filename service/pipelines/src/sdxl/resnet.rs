@@ -1,39 +1,16 @@
-//! Residual blocks of the UNet, and convolutions that resize a map: diffusers' `ResnetBlock2D`, `Downsample2D` and `Upsample2D`,
-//! over maps `[items, h, w, c]`.
+//! Residual blocks of the UNet, and convolutions that enlarge a map: diffusers' `ResnetBlock2D` and `Upsample2D`, over maps
+//! `[items, h, w, c]`.
 
 use candle_core::{Result, Tensor};
 use gpu::MissingTensor;
-use ops::{ChannelNorm, Enlarge, MapReading, Onto, Scratch, Steps};
+use ops::{ChannelNorm, Enlarge, MapReading, Scratch};
 
+use super::convolution::{AROUND, Convolution};
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
-use crate::maps::{Convolution, GroupNorm};
+use crate::maps::GroupNorm;
 
 type Found<T> = std::result::Result<T, MissingTensor>;
-
-/// A convolution of 3 by 3 positions with a border of zeros.
-pub(super) const AROUND: Steps = Steps {
-    before: [0, 1, 1],
-    after: [0, 1, 1],
-    strides: [1; 3],
-};
-
-/// The same to half the sides.
-pub(super) const HALVING: Steps = Steps {
-    strides: [1, 2, 2],
-    ..AROUND
-};
-
-/// The convolution of this name, with a weight of this shape.
-pub(super) fn convolution(tensors: &AdaptedTensors<'_>, name: &str, shape: &[usize]) -> Found<Convolution> {
-    let full_name = format!("{name}.weight");
-    let weight = tensors.shaped_weight(&full_name, shape)?;
-    let bias = tensors.shaped(&format!("{name}.bias"), &shape[..1])?;
-    Convolution::new(weight, bias).map_err(|error| MissingTensor {
-        name: full_name,
-        problem: error.to_string(),
-    })
-}
 
 /// The group norm of this name.
 pub(super) fn group_norm(
@@ -73,18 +50,6 @@ pub(super) fn normalized(map: &Tensor, norm: &GroupNorm, after: After) -> Result
     Ok(out)
 }
 
-/// A convolution of all items into a new map.
-pub(super) fn convolved(map: &Tensor, by: &Convolution, steps: &Steps) -> Result<Tensor> {
-    let (items, height, width, _) = map.dims4()?;
-    // Sides of 3 positions with a border of one on either end.
-    let side = |side: usize, axis: usize| (side - 1) / steps.strides[axis] + 1;
-    let shape = [items, side(height, 1), side(width, 2), by.outputs()];
-    let out = ops::blank(&shape, map.dtype(), map.device())?;
-    let filter = by.filter(map.dtype())?;
-    ops::convolve(map, &filter, Some(&by.bias), steps, &out, Onto::Nothing)?;
-    Ok(out)
-}
-
 /// A convolution of the map at twice its sides, of which the last row and column are cut where `sides` has one less.
 pub(super) fn doubled(map: Tensor, by: &Convolution, sides: [usize; 2]) -> Result<Tensor> {
     let (items, _, _, channels) = map.dims4()?;
@@ -95,7 +60,7 @@ pub(super) fn doubled(map: Tensor, by: &Convolution, sides: [usize; 2]) -> Resul
     };
     ops::apply_norm(&map, &reading, [0; 3], &large)?;
     drop(map);
-    convolved(&large, by, &AROUND)
+    by.forward(&large, &AROUND)
 }
 
 /// The channels of both maps.
@@ -134,13 +99,13 @@ impl Resnet {
         norm: (usize, f64),
     ) -> Found<Resnet> {
         let part = |part: &str| format!("{name}.{part}");
-        let shortcut = || convolution(tensors, &part("conv_shortcut"), &[to, from, 1, 1]);
+        let shortcut = || Convolution::new(tensors, &part("conv_shortcut"), &[to, from, 1, 1]);
         Ok(Resnet {
             norm1: group_norm(tensors, &part("norm1"), from, norm)?,
-            conv1: convolution(tensors, &part("conv1"), &[to, from, 3, 3])?,
+            conv1: Convolution::new(tensors, &part("conv1"), &[to, from, 3, 3])?,
             time: Linear::new(tensors, &part("time_emb_proj"), time_width, to)?,
             norm2: group_norm(tensors, &part("norm2"), to, norm)?,
-            conv2: convolution(tensors, &part("conv2"), &[to, to, 3, 3])?,
+            conv2: Convolution::new(tensors, &part("conv2"), &[to, to, 3, 3])?,
             shortcut: (from != to).then(shortcut).transpose()?,
             outputs: to,
         })
@@ -155,7 +120,7 @@ impl Resnet {
     pub(super) fn forward(&self, map: &Tensor, times: &Tensor, scratch: &Scratch) -> Result<Tensor> {
         let (items, height, width, _) = map.dims4()?;
         let activated = normalized(map, &self.norm1, After::Silu)?;
-        let inner = convolved(&activated, &self.conv1, &AROUND)?;
+        let inner = self.conv1.forward(&activated, &AROUND)?;
         drop(activated);
         let added = ops::blank(&[items, self.outputs], map.dtype(), map.device())?;
         self.time
@@ -168,13 +133,11 @@ impl Resnet {
         }
         let activated = normalized(&inner, &self.norm2, After::Silu)?;
         // Over the inner map, not the outer one, which may be kept for the way up.
-        let filter = self.conv2.filter(inner.dtype())?;
-        let bias = Some(&self.conv2.bias);
-        ops::convolve(&activated, &filter, bias, &AROUND, &inner, Onto::Nothing)?;
-        drop((activated, filter));
+        self.conv2.forward_into(&activated, &AROUND, &inner)?;
+        drop(activated);
         match &self.shortcut {
             None => ops::add_rows(map, &inner)?,
-            Some(shortcut) => shortcut.of_positions(map, &inner, Onto::Itself)?,
+            Some(shortcut) => shortcut.add_positions(map, &inner)?,
         }
         Ok(inner)
     }

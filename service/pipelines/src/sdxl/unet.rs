@@ -9,13 +9,12 @@ use ops::{Nonlinearity, Scratch};
 
 use super::attention::{Attention, Surroundings};
 use super::config::UnetConfig;
-use super::resnet::{
-    AROUND, After, HALVING, Resnet, convolution, convolved, doubled, group_norm, joined, normalized,
-};
+use super::convolution::{AROUND, Convolution, HALVING};
+use super::resnet::{After, Resnet, doubled, group_norm, joined, normalized};
 use super::table::{Layer, Named};
 use crate::adapters::AdaptedTensors;
 use crate::linear::{Linear, largest_scratch};
-use crate::maps::{Convolution, GroupNorm};
+use crate::maps::GroupNorm;
 use crate::sinusoids::sinusoids;
 
 type Found<T> = Result<T, MissingTensor>;
@@ -106,7 +105,7 @@ impl Unet {
                         name, layer, block, ..
                     }: &Named|
          -> Found<(Loaded, usize)> {
-            let square = |channels| convolution(tensors, name, &[channels, channels, 3, 3]);
+            let square = |channels| Convolution::new(tensors, name, &[channels, channels, 3, 3]);
             let loaded = match *layer {
                 Layer::Keep => Loaded::Keep,
                 Layer::Halve { channels } => Loaded::Halve(square(channels)?),
@@ -131,12 +130,12 @@ impl Unet {
         };
         let added = config.projection_class_embeddings_input_dim;
         Ok(Unet {
-            conv_in: convolution(tensors, "conv_in", &[finest, config.in_channels, 3, 3])?,
+            conv_in: Convolution::new(tensors, "conv_in", &[finest, config.in_channels, 3, 3])?,
             time: Embedder::new(tensors, "time_embedding", finest, time_width)?,
             added: Embedder::new(tensors, "add_embedding", added, time_width)?,
             layers: config.layers().iter().map(load).collect::<Found<_>>()?,
             norm_out: group_norm(tensors, "conv_norm_out", finest, norm)?,
-            conv_out: convolution(tensors, "conv_out", &[config.out_channels, finest, 3, 3])?,
+            conv_out: Convolution::new(tensors, "conv_out", &[config.out_channels, finest, 3, 3])?,
             stream: tensors.stream(),
             config: config.clone(),
         })
@@ -235,7 +234,7 @@ impl Unet {
             stream: &self.stream,
             scratch,
         };
-        let mut map = convolved(latent, &self.conv_in, &AROUND)?;
+        let mut map = self.conv_in.forward(latent, &AROUND)?;
         let mut kept: Vec<Tensor> = Vec::new();
         for (layer, block) in &self.layers {
             go_on()?;
@@ -247,7 +246,7 @@ impl Unet {
                     kept.push(map.clone());
                     map
                 }
-                Loaded::Halve(by) => convolved(&map, by, &HALVING)?,
+                Loaded::Halve(by) => by.forward(&map, &HALVING)?,
                 Loaded::Double(by) => {
                     let sides = kept.last().map_or_else(|| map.dims4(), Tensor::dims4)?;
                     doubled(map, by, [sides.1, sides.2])?
@@ -267,6 +266,6 @@ impl Unet {
         }
         let activated = normalized(&map, &self.norm_out, After::Silu)?;
         drop(map);
-        Ok(convolved(&activated, &self.conv_out, &AROUND)?)
+        Ok(self.conv_out.forward(&activated, &AROUND)?)
     }
 }

@@ -6,8 +6,9 @@ use ops::{AttentionShape, MaskShape, Onto, Planned, Steps};
 
 use super::attention::WIDEST;
 use super::config::UnetConfig;
-use super::resnet::{AROUND, HALVING};
+use super::convolution::{AROUND, HALVING};
 use super::table::{Layer, Named};
+use crate::adapters::ConvolutionRanks;
 use crate::checkpoint::ComponentSet;
 use crate::resident;
 
@@ -66,15 +67,21 @@ impl UnetConfig {
 
     /// Predicted activation bytes of a prediction, but for [`UnetConfig::text_bytes`].
     pub fn scratch(&self, sizes: Sizes, dtype: DType) -> u64 {
-        let mut account = Account::new(sizes, dtype);
+        self.scratch_with(sizes, dtype, &ConvolutionRanks::default())
+    }
+
+    /// As [`UnetConfig::scratch`], with terms of adapters on convolutions.
+    pub(super) fn scratch_with(&self, sizes: Sizes, dtype: DType, ranks: &ConvolutionRanks<'_>) -> u64 {
+        let mut account = Account::new(sizes, dtype, ranks);
         let finest = self.finest();
         account.map = account.bytes(self.in_channels, sizes.sides);
-        account.convolve((self.in_channels, finest), (sizes.sides, sizes.sides), 9);
+        let both = (sizes.sides, sizes.sides);
+        account.convolve("conv_in", (self.in_channels, finest), both, 9);
         for Visited { named, before, after } in self.visited(sizes.sides) {
-            account.visit(named.layer, (before, after));
+            account.visit(&named, (before, after));
         }
         account.note(account.map);
-        account.convolve((finest, self.out_channels), (sizes.sides, sizes.sides), 9);
+        account.convolve("conv_out", (finest, self.out_channels), both, 9);
         let of_text = sizes.items * sizes.text * self.cross_attention_dim;
         let embedded = sizes.items * (self.projection_class_embeddings_input_dim + 4 * self.time_width());
         // On a CPU also the buffers in which threads pack the operands of convolutions.
@@ -82,30 +89,44 @@ impl UnetConfig {
         (account.peak + (of_text + embedded) * dtype.size_in_bytes()) as u64 + packing
     }
 
-    /// Shapes of a prediction for which cuDNN is used, each once, in order of use.
-    pub(super) fn planned(&self, sizes: Sizes, dtype: DType) -> Vec<Planned> {
+    /// Shapes of a prediction for which cuDNN is used, each once, in order of use. `ranks` are those of terms of adapters on
+    /// convolutions.
+    pub(super) fn planned(&self, sizes: Sizes, dtype: DType, ranks: &ConvolutionRanks<'_>) -> Vec<Planned> {
         let mut all = Vec::new();
         let mut add = |shape: Option<Planned>| {
             if let Some(shape) = shape.filter(|shape| !all.contains(shape)) {
                 all.push(shape);
             }
         };
-        let convolution = |(from, to): (usize, usize), [height, width]: [usize; 2], steps: &Steps| {
-            let map = [sizes.items, height, width, from];
-            Planned::convolution(&map, &[to, from, 3, 3], steps, dtype)
-        };
+        // The convolution of a layer, and those of its terms.
+        let convolution =
+            |name: &str, (from, to): (usize, usize), [height, width]: [usize; 2], steps: &Steps| {
+                let map = [sizes.items, height, width, from];
+                let own = Planned::convolution(&map, &[to, from, 3, 3], steps, dtype);
+                let terms = ranks
+                    .of(name)
+                    .map(|rank| Planned::convolution_alone(&map, &[rank, from, 3, 3], steps, dtype));
+                std::iter::once(own).chain(terms).collect::<Vec<_>>()
+            };
         let finest = self.finest();
-        add(convolution((self.in_channels, finest), sizes.sides, &AROUND));
+        let first = convolution("conv_in", (self.in_channels, finest), sizes.sides, &AROUND);
+        first.into_iter().for_each(&mut add);
         for Visited { named, before, after } in self.visited(sizes.sides) {
             match named.layer {
                 Layer::Keep => {}
-                Layer::Halve { channels } => add(convolution((channels, channels), before, &HALVING)),
-                Layer::Double { channels } => add(convolution((channels, channels), after, &AROUND)),
+                Layer::Halve { channels } => convolution(&named.name, (channels, channels), before, &HALVING)
+                    .into_iter()
+                    .for_each(&mut add),
+                Layer::Double { channels } => convolution(&named.name, (channels, channels), after, &AROUND)
+                    .into_iter()
+                    .for_each(&mut add),
                 Layer::Resnet {
                     channels: (from, to), ..
                 } => {
-                    add(convolution((from, to), after, &AROUND));
-                    add(convolution((to, to), after, &AROUND));
+                    let part = |part: &str| format!("{}.{part}", named.name);
+                    let both = convolution(&part("conv1"), (from, to), after, &AROUND).into_iter();
+                    both.chain(convolution(&part("conv2"), (to, to), after, &AROUND))
+                        .for_each(&mut add);
                 }
                 Layer::Attention { channels, heads, .. } => {
                     let tokens = after[0] * after[1];
@@ -132,7 +153,8 @@ impl UnetConfig {
                 }
             }
         }
-        add(convolution((finest, self.out_channels), sizes.sides, &AROUND));
+        let last = convolution("conv_out", (finest, self.out_channels), sizes.sides, &AROUND);
+        last.into_iter().for_each(&mut add);
         all
     }
 
@@ -167,8 +189,9 @@ impl UnetConfig {
 }
 
 /// Live bytes layer by layer.
-struct Account {
+struct Account<'a> {
     sizes: Sizes,
+    ranks: &'a ConvolutionRanks<'a>,
     /// Bytes of a number.
     number: usize,
     /// Bytes of the map after the layers that were passed, and whether it is one of those that are kept.
@@ -178,10 +201,11 @@ struct Account {
     peak: usize,
 }
 
-impl Account {
-    fn new(sizes: Sizes, dtype: DType) -> Account {
+impl<'a> Account<'a> {
+    fn new(sizes: Sizes, dtype: DType, ranks: &'a ConvolutionRanks<'a>) -> Account<'a> {
         Account {
             sizes,
+            ranks,
             number: dtype.size_in_bytes(),
             map: 0,
             is_kept: false,
@@ -227,32 +251,56 @@ impl Account {
         filter + workspace
     }
 
+    /// Bytes of the largest term of a convolution of this name: the map of as many channels as its rank, then the filter down and
+    /// the workspace, or the map that is added and the workspace of its product.
+    fn term(
+        &self,
+        name: &str,
+        (from, to): (usize, usize),
+        (before, after): ([usize; 2], [usize; 2]),
+        taps: usize,
+    ) -> usize {
+        let of_rank = |rank: usize| {
+            let down = self.workspace((from, rank), (before, after), taps, Onto::Nothing);
+            let up = self.workspace((rank, to), (after, after), 1, Onto::Nothing);
+            self.bytes(rank, after) + down.max(self.bytes(to, after) + up)
+        };
+        self.ranks.of(name).map(of_rank).max().unwrap_or(0)
+    }
+
     fn become_map(&mut self, bytes: usize) {
         self.map = bytes;
         self.is_kept = false;
     }
 
-    /// A convolution of the map into a new one.
-    fn convolve(&mut self, channels: (usize, usize), sides: ([usize; 2], [usize; 2]), taps: usize) {
+    /// A convolution of this name of the map into a new one.
+    fn convolve(
+        &mut self,
+        name: &str,
+        channels: (usize, usize),
+        sides: ([usize; 2], [usize; 2]),
+        taps: usize,
+    ) {
         let out = self.bytes(channels.1, sides.1);
-        self.note(out + self.workspace(channels, sides, taps, Onto::Nothing));
+        let workspace = self.workspace(channels, sides, taps, Onto::Nothing);
+        self.note(out + workspace.max(self.term(name, channels, sides, taps)));
         self.become_map(out);
     }
 
-    fn visit(&mut self, layer: Layer, (before, after): ([usize; 2], [usize; 2])) {
-        match layer {
+    fn visit(&mut self, Named { name, layer, .. }: &Named, (before, after): ([usize; 2], [usize; 2])) {
+        match *layer {
             Layer::Keep => {
                 self.kept.push(self.map);
                 self.is_kept = true;
             }
-            Layer::Halve { channels } => self.convolve((channels, channels), (before, after), 9),
+            Layer::Halve { channels } => self.convolve(name, (channels, channels), (before, after), 9),
             Layer::Double { channels } => {
                 let large = self.bytes(channels, after);
                 self.note(large);
                 self.become_map(large);
-                self.convolve((channels, channels), (after, after), 9);
+                self.convolve(name, (channels, channels), (after, after), 9);
             }
-            Layer::Resnet { channels, skip } => self.resnet(channels, skip, after),
+            Layer::Resnet { channels, skip } => self.resnet(name, channels, skip, after),
             Layer::Attention {
                 channels,
                 heads,
@@ -272,7 +320,7 @@ impl Account {
         }
     }
 
-    fn resnet(&mut self, (from, to): (usize, usize), skip: usize, sides: [usize; 2]) {
+    fn resnet(&mut self, name: &str, (from, to): (usize, usize), skip: usize, sides: [usize; 2]) {
         let input = self.bytes(from, sides);
         if skip > 0 {
             self.note(input);
@@ -280,10 +328,16 @@ impl Account {
             self.become_map(input);
         }
         let (inner, both) = (self.bytes(to, sides), (sides, sides));
-        self.note(input + inner + self.workspace((from, to), both, 9, Onto::Nothing));
-        self.note(2 * inner + self.workspace((to, to), both, 9, Onto::Nothing));
+        let of = |part: &str, channels: (usize, usize), taps: usize, onto: Onto| {
+            let term = self.term(&format!("{name}.{part}"), channels, both, taps);
+            term.max(self.workspace(channels, both, taps, onto))
+        };
+        let conv1 = input + inner + of("conv1", (from, to), 9, Onto::Nothing);
+        let conv2 = 2 * inner + of("conv2", (to, to), 9, Onto::Nothing);
+        let shortcut = inner + of("conv_shortcut", (from, to), 1, Onto::Itself);
+        self.note(conv1.max(conv2));
         if from != to {
-            self.note(inner + self.workspace((from, to), both, 1, Onto::Itself));
+            self.note(shortcut);
         }
         self.become_map(inner);
     }

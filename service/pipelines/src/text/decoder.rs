@@ -25,7 +25,7 @@ use crate::files::check_sizes;
 use crate::linear::largest_scratch;
 
 /// Maximum tokens of a prompt: attention is quadratic.
-pub(super) const MAX_TOKENS: usize = 4096;
+pub(crate) const MAX_TOKENS: usize = 4096;
 
 /// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.
 const LIBRARIES: u64 = 4 << 20;

@@ -20,7 +20,7 @@ use super::decoder::{self, Decoder, ResidentDecoder, Rope, Taken, Tokens, is_emb
 use crate::checkpoint::QuantizeRole;
 use crate::vision::qwen2_vl::QwenVisionConfig;
 
-pub(crate) use super::decoder::block_of;
+pub(crate) use super::decoder::{MAX_TOKENS, block_of};
 pub(crate) use place::Place;
 pub use template::{Prompt, Template};
 

@@ -21,8 +21,8 @@ use super::model::{TEXT_ENCODER, VAE};
 use crate::ModelError;
 use crate::autoencoders::wan::{WanVaeConfig, diffusers_name_of_original};
 use crate::checkpoint::{
-    Checkpoint, ComponentPlace, base_beside, bases_beside, companion, file_in, named_base, of_base, open,
-    sidecar_of, written_base,
+    ComponentPlace, FilePart, NamesInModel, VAE_IN_MODEL, base_beside, bases_beside, companion, file_in,
+    named_base, of_base, open, sidecar_of, written_base,
 };
 use crate::files::{damaged, incomplete, read_json, unsupported};
 use crate::text::t5::T5Config;
@@ -37,6 +37,11 @@ const OF_2_2: [&str; 3] = ["wan2.2_vae", "Wan2.2_VAE", "Wan2_2_VAE"];
 const UMT5: [&str; 3] = ["umt5_xxl", "umt5-xxl", "models_t5_umt5-xxl"];
 /// The folders that a tokenizer may be in, beside single files.
 const TOKENIZERS: [&str; 3] = [authors::TOKENIZER, "umt5-xxl", "tokenizer"];
+/// The names of the text encoder in the file of a whole model.
+const IN_MODEL: NamesInModel = NamesInModel {
+    prefixes: &["text_encoders.umt5xxl.transformer."],
+    marks: &["shared.weight", "encoder.embed_tokens.weight"],
+};
 /// ComfyUI's folder of text encoders.
 const TEXT_ENCODERS: &str = "text_encoders";
 
@@ -104,8 +109,9 @@ impl Base {
                 if found.is_empty() && own.ends_with("Ovi") {
                     found = bases_beside(own, &fits)?;
                 }
+                let is_whole = FilePart::of_model(Some(file), IN_MODEL)?.is_some();
                 match found.first() {
-                    None if has_files(file, own, wanted.channels) => own.to_owned(),
+                    None if is_whole || has_files(file, own, wanted.channels) => own.to_owned(),
                     Some(first) if wanted.any || found.len() == 1 => first.clone(),
                     _ => base_beside(file, &sidecar, wanted.name, &fits)?,
                 }
@@ -167,17 +173,18 @@ impl Base {
     fn component<C: serde::de::DeserializeOwned>(
         &self,
         component: &'static str,
-        (stems, comfy): (&[&'static str], &str),
-        of_file: impl FnOnce(&Path) -> Result<C, ModelError>,
+        (stems, comfy, in_model): (&[&'static str], &str, NamesInModel),
+        of_file: impl FnOnce(&FilePart) -> Result<C, ModelError>,
         check: fn(&C) -> Result<(), String>,
     ) -> Result<(C, ComponentPlace), ModelError> {
+        let own = FilePart::of_model(self.near.as_deref(), in_model)?;
         let file = self.near.as_deref().and_then(|near| {
             let mut stems = stems.iter();
             stems.find_map(|stem| companion(near, &self.folder, comfy, stem))
         });
         let folder = self.folder.join(component);
         match file {
-            None if !self.is_pipeline && !folder.is_dir() => {
+            None if own.is_none() && !self.is_pipeline && !folder.is_dir() => {
                 let names: Vec<String> = stems.iter().map(|stem| format!("{stem}*")).collect();
                 let names = names.join(", ");
                 let problem = format!(
@@ -186,7 +193,7 @@ impl Base {
                 );
                 Err(incomplete(self.near.as_deref().unwrap_or(&self.folder), problem))
             }
-            file => ComponentPlace::of(&folder, || file, of_file, check),
+            file => ComponentPlace::of(&folder, own, || file, of_file, check),
         }
     }
 
@@ -196,7 +203,7 @@ impl Base {
     /// # Errors
     /// When it is missing, or no autoencoder of Wan.
     pub(crate) fn vae(&self, channels: usize) -> Result<(WanVaeConfig, ComponentPlace), ModelError> {
-        let stems = (&*stems_of_vae(channels), "vae");
+        let stems = (&*stems_of_vae(channels), "vae", VAE_IN_MODEL);
         self.component(VAE, stems, vae_config, WanVaeConfig::check)
     }
 
@@ -205,7 +212,7 @@ impl Base {
     /// # Errors
     /// When it is missing, or no UMT5.
     pub(crate) fn text_encoder(&self) -> Result<(T5Config, ComponentPlace), ModelError> {
-        let stems = (&UMT5[..], TEXT_ENCODERS);
+        let stems = (&UMT5[..], TEXT_ENCODERS, IN_MODEL);
         self.component(TEXT_ENCODER, stems, text_config, T5Config::check)
     }
 
@@ -282,12 +289,11 @@ fn has_files(file: &Path, own: &Path, channels: usize) -> bool {
 }
 
 /// The configuration of an autoencoder in a file.
-fn vae_config(path: &Path) -> Result<WanVaeConfig, ModelError> {
-    let file = open(path)?;
-    let checkpoint = Checkpoint::of_file(&file, diffusers_name_of_original)?;
+fn vae_config(file: &FilePart) -> Result<WanVaeConfig, ModelError> {
+    let checkpoint = file.checkpoint(diffusers_name_of_original)?;
     WanVaeConfig::of_shapes(|name| checkpoint.shape(name)).ok_or_else(|| {
         unsupported(
-            path,
+            file.path(),
             "it is named as an autoencoder of Wan 2.1 or 2.2, and its tensors are of something else: of another model, or of \
              sound. Download wan_2.1_vae or wan2.2_vae again",
         )
@@ -295,11 +301,12 @@ fn vae_config(path: &Path) -> Result<WanVaeConfig, ModelError> {
 }
 
 /// The configuration of a text encoder in a file.
-fn text_config(path: &Path) -> Result<T5Config, ModelError> {
-    let file = open(path)?;
-    let checkpoint = Checkpoint::of_file(&file, umt5::transformers_name)?;
+fn text_config(file: &FilePart) -> Result<T5Config, ModelError> {
+    let path = file.path();
+    let checkpoint = file.checkpoint(umt5::transformers_name)?;
+    let all = open(path)?;
     umt5::of_shapes(|name| checkpoint.shape(name)).ok_or_else(|| {
-        let is_of_llama_cpp = file.tensors().any(|(name, _)| name.starts_with("enc.blk."));
+        let is_of_llama_cpp = all.tensors().any(|(name, _)| name.starts_with("enc.blk."));
         let problem = match is_of_llama_cpp {
             true => "a text encoder in GGUF is not read: take umt5_xxl_fp8_e4m3fn_scaled.safetensors in its place",
             false => {

@@ -99,6 +99,7 @@ pub(crate) const CASES: [Case; 13] = [
             guidance: 0.0,
             ..of(Medium::Image(Image {
                 references: vec![picture(64, 9), picture(96, 5)],
+                seen: vec![picture(64, 9), picture(96, 5)],
                 ..Image::of(64, 64)
             }))
         },

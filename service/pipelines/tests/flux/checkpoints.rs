@@ -1,6 +1,6 @@
 //! Detection, reading and refusal of checkpoints.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use candle_core::Tensor;
@@ -117,6 +117,54 @@ fn a_single_file_with_prefixed_names_and_other_tensors_is_read() {
     prefixed.insert("vae.decoder.conv_in.bias".to_owned(), bfl["img_in.bias"].clone());
     candle_core::safetensors::save(&prefixed, &file).expect("a file");
     assert_tensors(&open(&file), &tensors(&format!("flux-tiny/{WEIGHTS}")));
+}
+
+/// A whole model as ComfyUI saves it.
+#[test]
+fn a_file_of_the_whole_model_has_its_text_encoders_and_autoencoder() {
+    let folder = copy_of(&["flux-tiny"]);
+    let file = folder.path().join("whole.safetensors");
+    let names = |opened: &OpenModel<FluxModel>| {
+        ["vae", "text_encoder", "text_encoder_2"].map(|component| {
+            let tensors = opened.tensors(component);
+            tensors.names().map(str::to_owned).collect::<BTreeSet<String>>()
+        })
+    };
+    let expected = names(&open(folder.path()));
+    let mut all: HashMap<String, Tensor> = HashMap::new();
+    for (prefix, part, component) in [
+        (
+            "model.diffusion_model.",
+            "flux-tiny-bfl/flux-tiny.safetensors",
+            None,
+        ),
+        (
+            "vae.",
+            "flux-tiny/vae/diffusion_pytorch_model.safetensors",
+            Some("vae"),
+        ),
+        (
+            "text_encoders.clip_l.transformer.",
+            "flux-tiny/text_encoder/model.safetensors",
+            Some("text_encoder"),
+        ),
+        (
+            "text_encoders.t5xxl.transformer.",
+            "flux-tiny/text_encoder_2/model.safetensors",
+            Some("text_encoder_2"),
+        ),
+    ] {
+        let own = tensors(part).into_iter();
+        all.extend(own.map(|(name, tensor)| (format!("{prefix}{name}"), tensor)));
+        if let Some(component) = component {
+            let weights = part.rsplit('/').next().expect("a file");
+            std::fs::remove_file(folder.path().join(component).join(weights)).expect("a file");
+        }
+    }
+    candle_core::safetensors::save(&all, &file).expect("a file");
+    let opened = open(&file);
+    assert_eq!(names(&opened), expected);
+    assert_tensors(&opened, &tensors(&format!("flux-tiny/{WEIGHTS}")));
 }
 
 /// Splits the transformer of a copy into two shards with an index.

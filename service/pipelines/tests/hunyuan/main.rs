@@ -17,6 +17,7 @@ mod given;
 mod numbers;
 #[path = "../open_model/mod.rs"]
 mod open_model;
+mod planned;
 mod plans;
 mod quantized;
 mod refusals;

@@ -4,9 +4,13 @@
 #![allow(clippy::expect_used, clippy::print_stdout)]
 
 mod ace_step;
+#[path = "../../../ops/tests/device/mod.rs"]
+mod device;
 mod flux;
 mod flux2;
 mod hunyuan;
+#[path = "../open_model/mod.rs"]
+mod open_model;
 mod ovi;
 #[path = "../processor_time/mod.rs"]
 mod processor_time;

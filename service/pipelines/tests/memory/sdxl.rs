@@ -1,10 +1,17 @@
 //! SDXL's stages.
 
+use std::collections::HashMap;
+
 use candle_core::{DType, Device};
 use pipelines::noise::Generator;
 use pipelines::sdxl::{PerLevel, Prompted, Sizes, Unet, UnetConfig};
 use pipelines::text::clip::{ClipConfig, ClipEncoder};
+use pipelines::{
+    AdapterFile, AdapterKind, AdapterUse, Image, Medium, Request, StrengthCurve, Unobserved, Values, families,
+};
 
+use crate::device::crate_folder;
+use crate::open_model::{F32, OpenModel};
 use crate::{alone, assert_close, made_up, peak_of, random};
 
 /// Peak bytes of two steps.
@@ -88,5 +95,67 @@ fn stages_allocate_the_predicted_bytes() {
         "states of 77 tokens",
         taken,
         config.scratch(77, DType::F32).0 + states,
+    );
+}
+
+/// The peak of denoising with a term of a convolution whose map is the largest that the UNet has, and what is predicted of it.
+#[test]
+fn terms_of_convolutions_allocate_the_predicted_bytes() {
+    let _alone = alone();
+    let root = tempfile::tempdir().expect("a folder");
+    let path = root.path().join("adapter.safetensors");
+    let mut generator = Generator::new(3);
+    let layer = "lora_unet_up_blocks_2_resnets_0_conv1";
+    // Of 12 channels and 8 that were kept, to 8.
+    let weights = HashMap::from([
+        (
+            format!("{layer}.lora_down.weight"),
+            random(&[400, 20, 3, 3], &mut generator),
+        ),
+        (
+            format!("{layer}.lora_up.weight"),
+            random(&[8, 400, 1, 1], &mut generator),
+        ),
+    ]);
+    candle_core::safetensors::save(&weights, &path).expect("a file");
+    let file = AdapterFile {
+        name: "a".to_owned(),
+        path,
+        kind: AdapterKind::Lora,
+        ignores_unknown: false,
+    };
+    let model = families().open(&crate_folder().join("fixtures/sdxl-tiny"), &F32);
+    let opened = OpenModel::of(
+        model
+            .expect("a model")
+            .with_adapters(&[file])
+            .expect("an adapter"),
+    );
+    let of = |strength: f32| {
+        let request = Request {
+            prompt: "a red circle".to_owned(),
+            adapters: vec![AdapterUse {
+                name: "a".to_owned(),
+                strength: StrengthCurve::constant(strength).expect("a strength"),
+                text_strength: 0.0,
+            }],
+            ..Request::of(Medium::Image(Image::of(2048, 1024)), 1, 0.0, 75)
+        };
+        let plans = opened.stages(&request);
+        let [text, denoise, ..] = plans.as_slice() else {
+            panic!("{} stages", plans.len())
+        };
+        let encoded = opened.run(text, 0, &request, &Values::new(), &mut Unobserved);
+        let encoded = encoded.expect("states");
+        let taken = peak_of(|| opened.run(denoise, 0, &request, &encoded, &mut Unobserved));
+        (taken, denoise.rungs[0].scratch.0)
+    };
+    let (taken, predicted) = of(1.0);
+    assert_close("a term of rank 400", taken, predicted);
+    // It would not fit into what is predicted without it.
+    let (without, predicted_without) = of(0.0);
+    assert!(
+        without < taken && taken > predicted_without,
+        "{taken} {predicted_without}"
     );
 }

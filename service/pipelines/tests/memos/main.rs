@@ -65,9 +65,17 @@ fn other_requests(request: &Request) -> Vec<(String, Request)> {
                     *reference = picture(64, 11);
                 }
             });
+            add("seen", &|r| {
+                if let Medium::Image(image) = &mut r.medium
+                    && let Some(seen) = image.seen.first_mut()
+                {
+                    *seen = picture(64, 11);
+                }
+            });
             add("order of references", &|r| {
                 if let Medium::Image(image) = &mut r.medium {
                     image.references.reverse();
+                    image.seen.reverse();
                 }
             });
         }

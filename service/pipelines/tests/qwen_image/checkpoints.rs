@@ -75,6 +75,40 @@ fn a_single_file_equals_the_folder() {
     }
 }
 
+/// A whole model as ComfyUI saves it, which has its vision tower too.
+#[test]
+fn a_file_of_the_whole_model_has_its_text_encoder_and_autoencoder() {
+    let whole = folder_of(EDIT_PLUS);
+    let expected = latent(whole.path(), &with_references());
+    let root = TempDir::new().expect("a folder");
+    let name = "qwen-image-edit-2509-all.safetensors";
+    let mut all = prefixed("model.diffusion_model.");
+    for (prefix, part) in [
+        ("vae.", autoencoder::WEIGHTS),
+        (
+            "text_encoders.qwen25_7b.transformer.",
+            "qwen-vl-tiny/text_encoder/model.safetensors",
+        ),
+    ] {
+        let part = tensors(part).into_iter();
+        // ComfyUI has the names of earlier versions of transformers.
+        let earlier = |name: &str| match name.strip_prefix("model.visual.") {
+            Some(of_tower) => format!("visual.{of_tower}"),
+            None => name.replace("model.language_model.", "model."),
+        };
+        all.extend(part.map(|(name, tensor)| (format!("{prefix}{}", earlier(&name)), tensor)));
+    }
+    let file = comfy_folders(root.path(), name, &all);
+    let base = root.path().join("diffusion_models/qwen-image");
+    for weights in [
+        "vae/diffusion_pytorch_model.safetensors",
+        "text_encoder/model.safetensors",
+    ] {
+        std::fs::remove_file(base.join(weights)).expect("a file");
+    }
+    assert_eq!(distance(&latent(&file, &with_references()), &expected), 0.0);
+}
+
 #[test]
 fn gguf_stands_for_its_numbers() {
     let whole = folder();

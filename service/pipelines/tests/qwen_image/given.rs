@@ -2,7 +2,8 @@
 
 use std::path::Path;
 
-use pipelines::{Image, InitImage, Medium, Precision, Request};
+use pipelines::vision::qwen2_vl::size_of_area;
+use pipelines::{Image, InitImage, Medium, Precision, Request, resized};
 use tempfile::TempDir;
 
 use crate::numbers::fixtures;
@@ -95,10 +96,29 @@ pub(crate) fn from_picture() -> Request {
     }
 }
 
+/// Pictures in the size in which Edit-2509 and 2511 see them, scaled from these.
+pub(crate) fn seen(pictures: &[InitImage]) -> Vec<InitImage> {
+    let seen = |picture: &InitImage| {
+        let from = (picture.width, picture.height);
+        let size = size_of_area(from, 384 * 384);
+        let whole = picture.rgb.len() == (3 * from.0 * from.1) as usize;
+        InitImage {
+            rgb: match whole {
+                true => resized(&picture.rgb, 3, from, size).into(),
+                false => Default::default(),
+            },
+            ..InitImage::of_size(size)
+        }
+    };
+    pictures.iter().map(seen).collect()
+}
+
 /// The same request with two pictures that are edited.
 pub(crate) fn with_references() -> Request {
+    let references = vec![picture(64, 96), picture(96, 64)];
     let image = Image {
-        references: vec![picture(64, 96), picture(96, 64)],
+        seen: seen(&references),
+        references,
         ..Image::of(80, 48)
     };
     Request {

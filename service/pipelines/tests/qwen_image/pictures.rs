@@ -4,13 +4,16 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Tensor};
 use pipelines::autoencoders::wan::{Chunking, WanVaeDecoder};
-use pipelines::{HostTensor, Image, Mask, Medium, Precision, Request, Unobserved, Values};
+use pipelines::vision::qwen2_vl::size_of_area;
+use pipelines::{
+    HostTensor, Image, InitImage, Mask, Medium, Precision, Request, Unobserved, Values, resized,
+};
 use serde::Deserialize;
 use tempfile::TempDir;
 
 use crate::autoencoder::{config, decoded};
 use crate::device::{BF16_PIPELINE, tolerances};
-use crate::given::{EDIT_PLUS, folder, folder_of, folder_of_2511, open};
+use crate::given::{EDIT_PLUS, folder, folder_of, folder_of_2511, open, seen};
 use crate::numbers::{distance, init_image, json, largest_difference, numbers, tensors};
 use crate::open_model::{Delivered, F32, OpenModel, on_cpu};
 
@@ -53,6 +56,7 @@ impl Case {
         let pictures = tensors("qwen-image-tiny/expected/references.safetensors");
         let of = |what: &str| expected.get(&format!("{}.{what}", self.name));
         let references = self.references.iter().map(|name| init_image(&pictures[name]));
+        let references: Vec<InitImage> = references.collect();
         let mask = of("mask").map(|grey| {
             let (height, width) = grey.dims2().expect("a mask");
             let bytes: Vec<u8> = grey.flatten_all().and_then(|grey| grey.to_vec1()).expect("bytes");
@@ -63,7 +67,11 @@ impl Case {
             }
         });
         let image = Image {
-            references: references.collect(),
+            seen: match self.pipeline.as_str() {
+                "edit" => Vec::new(),
+                _ => seen(&references),
+            },
+            references,
             init_image: of("init").map(init_image),
             mask,
             ..Image::of(self.width, self.height)
@@ -168,6 +176,7 @@ fn references_are_scaled_as_by_the_reference() {
     struct Size {
         reference: (u32, u32),
         scaled: (u32, u32),
+        seen: (u32, u32),
     }
     let folder = folder_of(EDIT_PLUS);
     let opened = open(folder.path(), &F32);
@@ -177,5 +186,47 @@ fn references_are_scaled_as_by_the_reference() {
             .reference_fit(size.reference.0, size.reference.1)
             .expect("a size");
         assert_eq!((fit.scaled, fit.size), (size.scaled, size.scaled));
+        assert_eq!(fit.seen, Some(size.seen));
     }
+    let edit = folder_of("QwenImageEditPipeline");
+    let fit = open(edit.path(), &F32)
+        .model
+        .reference_fit(1920, 1080)
+        .expect("a size");
+    assert_eq!(fit.seen, None);
+}
+
+#[test]
+fn the_text_encoder_sees_the_clients_picture_and_not_the_scaled_one() {
+    let (case, expected): (Case, _) = (
+        json("qwen-image-tiny/expected/seen.json"),
+        tensors("qwen-image-tiny/expected/seen.safetensors"),
+    );
+    let original = init_image(&expected["picture"]);
+    let from = (original.width, original.height);
+    let scaled = |size: (u32, u32)| InitImage {
+        rgb: resized(&original.rgb, 3, from, size).into(),
+        ..InitImage::of_size(size)
+    };
+    // The size that the fixture's pipeline scales to in place of a megapixel.
+    let reference = scaled((96, 64));
+    let folder = case.folder();
+    let opened = open(folder.path(), &F32);
+    let latent = |seen: InitImage| {
+        let mut request = case.request(&expected);
+        let Medium::Image(image) = &mut request.medium else {
+            panic!("a picture")
+        };
+        (image.references, image.seen) = (vec![reference.clone()], vec![seen]);
+        on_cpu(&opened.latent(&request, &mut Unobserved).expect("a latent"))
+    };
+    let apart = |latent: &Tensor| distance(latent, &expected["seen.latent"]);
+    let of_original = apart(&latent(scaled(size_of_area(from, 384 * 384))));
+    println!("seen: latent {of_original:.2e}");
+    assert!(of_original < tolerances().pipeline, "{of_original:e}");
+    let [of_scaled] = &seen(std::slice::from_ref(&reference))[..] else {
+        panic!("a picture")
+    };
+    let of_scaled = apart(&latent(of_scaled.clone()));
+    assert!(of_scaled > 1e-3, "{of_scaled:e}");
 }

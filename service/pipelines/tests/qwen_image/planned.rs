@@ -52,6 +52,7 @@ fn planning_an_invalid_request_does_not_panic() {
         medium: Medium::Image(Image {
             init_image: picture.medium.init_image().cloned(),
             references: vec![InitImage::of_size((0, 0))],
+            seen: vec![InitImage::of_size((0, 0))],
             ..Image::of(0, 0)
         }),
         ..picture

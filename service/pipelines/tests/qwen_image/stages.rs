@@ -9,7 +9,7 @@ use pipelines::{
 
 use crate::device::tolerances;
 use crate::given::{
-    EDIT_PLUS, folder, folder_of, from_picture, guided, open, picture, request, with_references,
+    EDIT_PLUS, folder, folder_of, from_picture, guided, open, picture, request, seen, with_references,
 };
 use crate::numbers::distance;
 use crate::open_model::{F32, OpenModel, on_cpu};
@@ -53,6 +53,7 @@ fn zeros(shape: &[usize]) -> HostTensor {
 /// A request that edits these pictures.
 fn editing(references: Vec<InitImage>) -> Request {
     let image = Image {
+        seen: seen(&references),
         references,
         ..Image::of(80, 48)
     };
@@ -325,9 +326,41 @@ fn as_many_pictures_are_edited_as_the_model_was_trained_with() {
     }
     let folder = folder_of(EDIT_PLUS);
     let opened = open(folder.path(), &F32);
+    let unseen = Request {
+        medium: Medium::Image(Image {
+            references: vec![InitImage::of_size((64, 64))],
+            ..Image::of(80, 48)
+        }),
+        ..request()
+    };
+    let (field, problem) = refusal(&opened, &unseen);
+    assert_eq!(field, "references");
+    assert!(problem.contains("sees them"), "{problem}");
     for (width, height) in [(0, 64), (64, 0), (4000, 32)] {
         let refused = opened.model.reference_fit(width, height);
         let refused = refused.expect_err("a picture of no size, or too narrow");
         assert_eq!(refused.field, "references", "{width}x{height}");
     }
+}
+
+#[test]
+fn every_prompt_that_is_planned_is_short_enough_to_be_run() {
+    let folder = folder_of(EDIT_PLUS);
+    let opened = open(folder.path(), &F32);
+    let of_words = |words: usize| Request {
+        prompt: "a".repeat(words),
+        ..editing(vec![picture(64, 64)])
+    };
+    let is_planned = |words: &usize| opened.model.plan(&of_words(*words)).is_ok();
+    let most = (3000..4100)
+        .rev()
+        .find(is_planned)
+        .expect("a prompt that is planned");
+    let longest = of_words(most);
+    let mut values = Values::new();
+    for plan in opened.stages(&longest).iter().take(2) {
+        let given = opened.run(plan, 0, &longest, &values, &mut Unobserved);
+        values.extend(given.unwrap_or_else(|error| panic!("{}: {error}", plan.name)));
+    }
+    assert!(values.contains_key("caption"));
 }

@@ -125,24 +125,72 @@ fn layers_of_text_encoders_change_the_encoded_text_alone() {
 }
 
 #[test]
-fn convolutions_of_an_adapter_are_refused_by_name() {
+fn convolutions_of_an_adapter_equal_the_references_in_every_spelling() {
+    let folder = fixtures().join("sdxl-convolution-lora-tiny");
+    let Expected { prompt, cases } = json("sdxl-convolution-lora-tiny/expected.json");
+    let expected = tensors("sdxl-convolution-lora-tiny/expected.safetensors");
+    for name in ["kohya.safetensors", "ldm.safetensors", "peft.safetensors"] {
+        let model = with(&[file(&folder.join(name))]).expect("a model");
+        assert_eq!(model.adapters()[0].layers["unet"], 11, "{name}");
+        let opened = OpenModel::of(model);
+        for case in &cases {
+            let request = request(&prompt, Some(case.strength));
+            let latent = on_cpu(&opened.latent(&request, &mut Unobserved).expect("a latent"));
+            let apart = distance(&latent, &expected[&format!("{}.latent", case.name)]);
+            println!("{name}, {}: {apart:.2e}", case.name);
+            assert!(apart < tolerances().pipeline, "{name}, {}: {apart:e}", case.name);
+        }
+    }
+}
+
+#[test]
+fn convolutions_are_off_at_a_strength_of_zero_and_add_up() {
+    let kohya = fixtures().join("sdxl-convolution-lora-tiny/kohya.safetensors");
+    let second = AdapterFile {
+        name: "b".to_owned(),
+        ..file(&kohya)
+    };
+    let opened = OpenModel::of(with(&[file(&kohya), second]).expect("a model"));
+    let latent = |strengths: &[(&str, f32)]| {
+        let uses = strengths.iter().map(|(name, strength)| AdapterUse {
+            name: (*name).to_owned(),
+            strength: StrengthCurve::constant(*strength).expect("a strength"),
+            text_strength: *strength,
+        });
+        let request = Request {
+            adapters: uses.collect(),
+            ..request("a red circle", None)
+        };
+        opened.latent(&request, &mut Unobserved).expect("a latent")
+    };
+    assert_eq!(latent(&[("a", 0.0)]), latent(&[]));
+    let once = on_cpu(&latent(&[("a", 0.75)]));
+    let twice = on_cpu(&latent(&[("a", 0.5), ("b", 0.25)]));
+    let apart = distance(&twice, &once);
+    assert!(apart < tolerances().pipeline, "{apart:e}");
+}
+
+#[test]
+fn convolutions_of_another_size_are_refused_by_name() {
     let root = tempfile::tempdir().expect("a folder");
     let path = root.path().join("locon.safetensors");
-    let mut weights = tensors("sdxl-lora-tiny/kohya-ldm.safetensors");
-    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).expect("numbers");
     let layer = "lora_unet_input_blocks_1_0_in_layers_2";
-    weights.insert(format!("{layer}.lora_down.weight"), zeros(&[2, 8, 3, 3]));
-    weights.insert(format!("{layer}.lora_up.weight"), zeros(&[8, 2, 1, 1]));
-    candle_core::safetensors::save(&weights, &path).expect("a file");
-    let refused = with(&[file(&path)])
-        .map(|_| ())
-        .expect_err("a convolution")
-        .to_string();
-    assert!(refused.contains(layer), "{refused}");
-    let ignoring = AdapterFile {
-        ignores_unknown: true,
-        ..file(&path)
-    };
-    let model = with(&[ignoring]).expect("the rest of the adapter");
-    assert_eq!(model.adapters()[0].ignored.len(), 2);
+    for (down, up, expected) in [
+        (&[2, 8, 1, 1][..], &[8, 2, 1, 1][..], "[rank, 8, 3, 3]"),
+        (&[2, 8, 3], &[8, 2, 1, 1], "[rank, 8, 3, 3]"),
+        (&[2, 9, 3, 3], &[8, 2, 1, 1], "[rank, 8, 3, 3]"),
+        (&[2, 8, 3, 3], &[8, 2, 3, 3], "[8, 2]"),
+        (&[2, 8, 3, 3], &[8, 3, 1, 1], "[8, 2]"),
+    ] {
+        let mut weights = tensors("sdxl-lora-tiny/kohya-ldm.safetensors");
+        let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).expect("numbers");
+        weights.insert(format!("{layer}.lora_down.weight"), zeros(down));
+        weights.insert(format!("{layer}.lora_up.weight"), zeros(up));
+        candle_core::safetensors::save(&weights, &path).expect("a file");
+        let refused = with(&[file(&path)])
+            .map(|_| ())
+            .expect_err("a convolution")
+            .to_string();
+        assert!(refused.contains(layer) && refused.contains(expected), "{refused}");
+    }
 }

@@ -1,13 +1,15 @@
 //! Folders and single files.
 
+use std::collections::HashMap;
 use std::path::Path;
 
+use candle_core::{Device, Tensor};
 use gpu::LoadPlan;
 use pipelines::{FULL, Model, ModelError, Precision, Preset, Quantization, Unobserved, families};
 
 use crate::device::tolerances;
 use crate::given::{edit, folder, from_picture, open, request, single_file};
-use crate::numbers::distance;
+use crate::numbers::{distance, tensors};
 use crate::open_model::{F32, OpenModel, on_cpu};
 
 fn refusal(path: &Path) -> String {
@@ -36,6 +38,24 @@ fn a_single_file_is_the_same_model() {
             "{component}"
         );
     }
+}
+
+/// Both text encoders in the names of transformers, as ComfyUI has them beside other models.
+#[test]
+fn text_encoders_may_be_in_the_names_of_transformers() {
+    let (folder, root) = (folder(), single_file(&[]));
+    let file = root.path().join("model.safetensors");
+    let mut all: HashMap<String, Tensor> =
+        candle_core::safetensors::load(&file, &Device::Cpu).expect("a file");
+    all.retain(|name, _| !name.starts_with("conditioner."));
+    for (prefix, encoder) in [("clip_l", "text_encoder"), ("clip_g", "text_encoder_2")] {
+        let own = tensors(&format!("sdxl-tiny/{encoder}/model.safetensors")).into_iter();
+        all.extend(own.map(|(name, tensor)| (format!("text_encoders.{prefix}.transformer.{name}"), tensor)));
+    }
+    candle_core::safetensors::save(&all, &file).expect("a file");
+    let latent = |opened: &OpenModel| on_cpu(&opened.latent(&request(), &mut Unobserved).expect("a latent"));
+    let apart = distance(&latent(&open(&file, &F32)), &latent(&open(folder.path(), &F32)));
+    assert!(apart == 0.0, "{apart:e}");
 }
 
 fn bytes(model: &dyn Model, component: &str) -> u64 {

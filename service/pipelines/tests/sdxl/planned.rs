@@ -1,9 +1,12 @@
 //! The planned cuDNN shapes of an SDXL request equal those that its stages use.
 
-use pipelines::{Image, Medium, Request, Values};
+use pipelines::{
+    AdapterFile, AdapterKind, AdapterUse, Image, Medium, Request, StrengthCurve, Values, families,
+};
 
 use crate::device;
 use crate::given::{folder, from_picture, inpaint_folder, open, request, with_mask};
+use crate::numbers::fixtures;
 use crate::open_model::{F32, OpenModel, WantsPreviews};
 use crate::shapes_asked::{asked, words};
 
@@ -35,6 +38,31 @@ fn stages_use_the_planned_shapes_in_order() {
         assert_planned(&opened, &request);
     }
     assert_planned(&open(inpaint_folder().path(), &F32), &with_mask());
+}
+
+#[test]
+fn terms_of_convolutions_are_planned_too() {
+    let folder = folder();
+    let model = families().open(folder.path(), &F32).expect("a model");
+    let file = AdapterFile {
+        name: "a".to_owned(),
+        path: fixtures().join("sdxl-convolution-lora-tiny/kohya.safetensors"),
+        kind: AdapterKind::Lora,
+        ignores_unknown: false,
+    };
+    let opened = OpenModel::of(model.with_adapters(&[file]).expect("an adapter"));
+    let adapted = Request {
+        adapters: vec![AdapterUse {
+            name: "a".to_owned(),
+            strength: StrengthCurve::constant(0.5).expect("a strength"),
+            text_strength: 0.0,
+        }],
+        ..request()
+    };
+    let planned = |request: &Request| opened.model.planned("denoise", request).len();
+    assert!(planned(&adapted) > planned(&request()));
+    assert_planned(&opened, &adapted);
+    assert_planned(&opened, &request());
 }
 
 #[test]

@@ -130,6 +130,34 @@ fn companions_may_be_single_files() {
     }
 }
 
+/// A whole model as ComfyUI saves it.
+#[test]
+fn a_file_of_the_whole_model_has_its_text_encoder_and_autoencoder() {
+    let folder = T2V.folder();
+    let expected = latent(folder.path(), T2V);
+    let transformer = renamed(&weights("wan-tiny", "transformer"), |name| {
+        format!("model.diffusion_model.{}", authors_name(name))
+    });
+    let text = renamed(&weights("wan-tiny", "text_encoder"), |name| {
+        format!("text_encoders.umt5xxl.transformer.{name}")
+    });
+    let vae = renamed(&weights("wan-tiny", "vae"), |name| format!("vae.{name}"));
+    let all: Tensors = transformer.into_iter().chain(text).chain(vae).collect();
+    let (root, path) = beside(T2V, "wan-all.safetensors");
+    write(&all, &path);
+    let base = root.path().join("Wan");
+    remove_file(base.join("text_encoder/model.safetensors")).expect("a file");
+    remove_file(base.join("vae/diffusion_pytorch_model.safetensors")).expect("a file");
+    assert_eq!(distance(&latent(&path, T2V), &expected), 0.0);
+
+    // Without a base none is asked for: the heads are those of the published models, which the fixture's are not.
+    let alone = TempDir::new().expect("a folder");
+    let path = alone.path().join("wan-all.safetensors");
+    write(&all, &path);
+    let refused = families().open(&path, &F32).map(|_| ()).expect_err("other heads");
+    assert!(refused.to_string().contains("heads of 128"), "{refused}");
+}
+
 /// Of two transformers the other one is found by its name, or in the sidecar; either may be opened.
 #[test]
 fn the_other_transformer_of_two_is_found() {

@@ -12,7 +12,7 @@ use pipelines::{
 
 use crate::components::WEIGHTS;
 use crate::device::{BF16_PIPELINE, ON_CPU};
-use crate::given::{folder, open, request};
+use crate::given::{folder, from_picture, open, request};
 use crate::numbers::{distance, json, tensors};
 use crate::open_model::{F32, on_cpu};
 
@@ -106,6 +106,48 @@ fn companions_may_be_single_files_in_comfyuis_folders() {
         .map(|_| ())
         .expect_err("another size");
     assert!(missing(error).contains("text encoder's width: 2560"));
+}
+
+/// A whole model as ComfyUI saves it, beside the small files of a pipeline: its parts come before those of the folder.
+#[test]
+fn a_file_of_the_whole_model_has_its_text_encoder_and_autoencoder() {
+    let whole = folder();
+    let expected = open(whole.path(), &F32);
+    let expected = expected
+        .latent(&from_picture(), &mut Unobserved)
+        .expect("a latent");
+    let root = tempfile::TempDir::new().expect("a folder");
+    let file = comfy_folders(root.path(), "");
+    let mut all = comfy("model.diffusion_model.");
+    for (prefix, part) in [
+        ("vae.", "flux-tiny/vae/diffusion_pytorch_model.safetensors"),
+        (
+            "text_encoders.qwen3_4b.transformer.",
+            "z-image-tiny/text_encoder/model.safetensors",
+        ),
+    ] {
+        let part = tensors(part).into_iter();
+        all.extend(part.map(|(name, tensor)| (format!("{prefix}{name}"), tensor)));
+    }
+    let logits = Tensor::ones((), DType::F32, &Device::Cpu).expect("a number");
+    all.insert("text_encoders.qwen3_4b.logit_scale".to_owned(), logits);
+    write(&all, &file);
+    let base = root.path().join("diffusion_models/z-image");
+    let weights = [
+        "vae/diffusion_pytorch_model.safetensors",
+        "text_encoder/model.safetensors",
+    ];
+    for weights in weights {
+        std::fs::remove_file(base.join(weights)).expect("a file");
+    }
+    let opened = open(&file, &F32);
+    let found = opened.latent(&from_picture(), &mut Unobserved).expect("a latent");
+    assert_eq!(found, expected);
+    // The folder's own would be read instead, if the file's were not looked for.
+    all.retain(|name, _| !name.starts_with("text_encoders."));
+    write(&all, &file);
+    let error = families().open(&file, &F32).map(|_| ()).expect_err("no encoder");
+    assert!(error.to_string().contains("text_encoder"), "{error}");
 }
 
 #[test]

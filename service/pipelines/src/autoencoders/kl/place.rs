@@ -9,7 +9,8 @@ use super::names::name_in_single_file;
 use crate::ModelError;
 use crate::autoencoders::COMPONENT;
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, Requested, companion, component_of_checkpoint, component_of_folder, open,
+    ComponentFiles, FilePart, Requested, VAE_IN_MODEL, companion, component_of_checkpoint,
+    component_of_folder,
 };
 use crate::files::{check_pairs, checked};
 
@@ -43,27 +44,32 @@ impl Published {
 pub(crate) struct Place {
     pub(crate) config: VaeConfig,
     folder: PathBuf,
-    file: Option<PathBuf>,
+    file: Option<FilePart>,
 }
 
 impl Place {
-    /// The autoencoder of a pipeline's folder, for a transformer whose latents have `channels` channels. Where the transformer
-    /// is `alone` in a file and the folder has no autoencoder, the `published` one may be a file too.
+    /// The autoencoder of a pipeline's folder, for a transformer whose latents have `channels` channels. Where a `single` file has
+    /// the transformer, the `published` autoencoder may be in it too, or, if the folder has none, in a file of its own.
     ///
     /// # Errors
     /// When there is none, or it is not supported or does not fit.
     pub(crate) fn of(
         base: &Path,
-        alone: Option<&Path>,
+        single: Option<&Path>,
         published: Published,
         channels: usize,
     ) -> Result<Place, ModelError> {
         let folder = base.join(COMPONENT);
-        let alone = alone.filter(|_| !folder.is_dir());
-        let file = alone.and_then(|transformer| companion(transformer, base, "vae", published.stem()));
+        let written = folder.join("config.json");
+        let file = match FilePart::of_model(single, VAE_IN_MODEL)? {
+            None if !folder.is_dir() => single
+                .and_then(|single| companion(single, base, "vae", published.stem()))
+                .map(FilePart::whole),
+            own => own,
+        };
         let config = match file {
-            Some(_) => published.config(),
-            None => checked(&folder.join("config.json"), VaeConfig::check)?,
+            Some(_) if !written.is_file() => published.config(),
+            _ => checked(&written, VaeConfig::check)?,
         };
         // FLUX.1's transformer takes two by two cells as one token, FLUX.2's a cell.
         let pixels_per_cell = match published {
@@ -96,8 +102,8 @@ impl Place {
         let shapes = self.config.tensor_shapes();
         match &self.file {
             Some(file) => {
-                let checkpoint = Checkpoint::of_file(&open(file)?, name_in_single_file)?;
-                component_of_checkpoint(file, checkpoint, wanted, |_| shapes)
+                let checkpoint = file.checkpoint(name_in_single_file)?;
+                component_of_checkpoint(file.path(), checkpoint, wanted, |_| shapes)
             }
             None => component_of_folder(&self.folder, wanted, |_| shapes),
         }

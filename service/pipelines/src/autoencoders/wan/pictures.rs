@@ -20,7 +20,7 @@ use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoders::moments::Moments;
 use crate::autoencoders::reference::reference_stage;
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, ComponentPlace, ComponentSet, Requested, companion, open,
+    ComponentFiles, ComponentPlace, ComponentSet, FilePart, Requested, VAE_IN_MODEL, companion,
 };
 use crate::files::{check_pairs, unsupported};
 use crate::noise::Generator;
@@ -45,7 +45,7 @@ pub(crate) struct PicturePlace {
 
 impl PicturePlace {
     /// The autoencoder of a pipeline's folder, for latents of so many channels. Where the transformer is `alone` in a file and the
-    /// folder has no autoencoder, a file whose name begins with `stem` may be it.
+    /// folder has no autoencoder, a file whose name begins with `stem` may be it, or it is in the transformer's file.
     ///
     /// # Errors
     /// When there is none, or it is not supported or does not fit.
@@ -56,8 +56,13 @@ impl PicturePlace {
         channels: usize,
     ) -> Result<PicturePlace, ModelError> {
         let file = || -> Option<PathBuf> { companion(alone?, base, "vae", stem) };
-        let (config, place) =
-            ComponentPlace::of(&base.join(COMPONENT), file, config_of_file, WanVaeConfig::check)?;
+        let (config, place) = ComponentPlace::of(
+            &base.join(COMPONENT),
+            FilePart::of_model(alone, VAE_IN_MODEL)?,
+            file,
+            config_of_file,
+            WanVaeConfig::check,
+        )?;
         let config = WanVaeConfig {
             is_of_pictures: true,
             ..config
@@ -91,12 +96,12 @@ impl PicturePlace {
 }
 
 /// The configuration of an autoencoder in a file.
-fn config_of_file(path: &Path) -> Result<WanVaeConfig, ModelError> {
-    let checkpoint = Checkpoint::of_file(&open(path)?, diffusers_name_of_original)?;
+fn config_of_file(file: &FilePart) -> Result<WanVaeConfig, ModelError> {
+    let checkpoint = file.checkpoint(diffusers_name_of_original)?;
     WanVaeConfig::of_shapes(|name| checkpoint.shape(name)).ok_or_else(|| {
         let problem =
             "it is named as the autoencoder, and its tensors are of another model. Download it again";
-        unsupported(path, problem)
+        unsupported(file.path(), problem)
     })
 }
 

@@ -9,7 +9,8 @@ use super::Qwen2VlConfig;
 use super::names::transformers_name;
 use crate::ModelError;
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, ComponentPlace, Requested, checkpoint_stem, companion_by, open,
+    Checkpoint, ComponentFiles, ComponentPlace, FilePart, NamesInModel, Requested, checkpoint_stem,
+    companion_by, open,
 };
 use crate::files::{incomplete, unsupported};
 use crate::vision::qwen2_vl::{self, QwenVisionConfig};
@@ -19,6 +20,12 @@ const FOLDER: &str = "text_encoder";
 
 /// Letters and digits with which the name of a single file begins: `qwen_2.5_vl_7b`, `Qwen2.5-VL-7B-Instruct`.
 const STEM: &str = "qwen25vl7b";
+
+/// Its names in the file of a whole model.
+const IN_MODEL: NamesInModel = NamesInModel {
+    prefixes: &["text_encoders.qwen25_7b.transformer."],
+    marks: &["model.embed_tokens.weight"],
+};
 
 /// What the name of a GGUF file with a vision tower has.
 const TOWER: &str = "mmproj";
@@ -37,7 +44,7 @@ pub(crate) struct Place {
 
 impl Place {
     /// The text encoder of a pipeline's folder. Where the transformer is `alone` in a file and the folder has no text encoder,
-    /// it may be a file too.
+    /// it may be a file too, or in the transformer's.
     ///
     /// # Errors
     /// When there is none, or it is not supported.
@@ -48,7 +55,8 @@ impl Place {
             companion_by(alone?, base, "text_encoders", is_in)
         };
         let folder = base.join(FOLDER);
-        let (mut config, text) = ComponentPlace::of(&folder, companion, of_file, Qwen2VlConfig::check)?;
+        let own = FilePart::of_model(alone, IN_MODEL)?;
+        let (mut config, text) = ComponentPlace::of(&folder, own, companion, of_file, Qwen2VlConfig::check)?;
         let tower = text.file().filter(|file| is_gguf(file)).and_then(tower_beside);
         let config_file = Some(folder.join("config.json")).filter(|file| file.is_file());
         if let (Some(tower), None) = (&tower, &config_file) {
@@ -117,9 +125,9 @@ fn is_gguf(file: &Path) -> bool {
 }
 
 /// The configuration of a single file that has none beside it.
-fn of_file(path: &Path) -> Result<Qwen2VlConfig, ModelError> {
-    let file = open(path)?;
-    let checkpoint = Checkpoint::of_file(&file, transformers_name)?;
+fn of_file(file: &FilePart) -> Result<Qwen2VlConfig, ModelError> {
+    let path = file.path();
+    let checkpoint = file.checkpoint(transformers_name)?;
     let shape_of = |name: &str| checkpoint.shape(name);
     let config = Qwen2VlConfig::of_shapes(shape_of)
         .ok_or_else(|| unsupported(path, "it is no language model of Qwen2.5-VL".to_owned()))?;

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use super::Qwen3Config;
 use crate::ModelError;
 use crate::checkpoint::{
-    Checkpoint, ComponentFiles, Requested, companion, component_of_checkpoint, component_of_folder, open,
+    ComponentFiles, FilePart, NamesInModel, Requested, companion, component_of_checkpoint,
+    component_of_folder,
 };
 use crate::files::checked;
 
@@ -28,6 +29,17 @@ impl Published {
         all.into_iter().find(|each| each.config().hidden_size == width)
     }
 
+    /// Its names in the file of a whole model.
+    fn in_model(self) -> NamesInModel {
+        NamesInModel {
+            prefixes: match self {
+                Published::Qwen3_4B => &["text_encoders.qwen3_4b.transformer."],
+                Published::Qwen3_8B => &["text_encoders.qwen3_8b.transformer."],
+            },
+            marks: &["model.embed_tokens.weight"],
+        }
+    }
+
     /// The file's name without its ending.
     fn stem(self) -> &'static str {
         match self {
@@ -48,31 +60,42 @@ impl Published {
 pub(crate) struct Place {
     pub(crate) config: Qwen3Config,
     folder: PathBuf,
-    file: Option<PathBuf>,
+    file: Option<FilePart>,
 }
 
 impl Place {
-    /// The text encoder of a pipeline's folder. Where the transformer is `alone` in a file and the folder has no text encoder,
-    /// the `published` one may be a file too.
+    /// The text encoder of a pipeline's folder. Where a `single` file has the transformer, the `published` text encoder may be in
+    /// it too, or, if the folder has none, in a file of its own.
     ///
     /// # Errors
     /// When there is none, or it is not supported.
     pub(crate) fn of(
         base: &Path,
-        alone: Option<&Path>,
+        single: Option<&Path>,
         published: Option<Published>,
     ) -> Result<Place, ModelError> {
         let folder = base.join(COMPONENT);
-        let alone = alone.filter(|_| !folder.is_dir());
-        let found = alone.zip(published).and_then(|(transformer, published)| {
-            let file = companion(transformer, base, "text_encoders", published.stem())?;
-            Some((file, published.config()))
-        });
-        let (file, config) = match found {
-            Some((file, config)) => (Some(file), config),
-            None => (None, checked(&folder.join("config.json"), Qwen3Config::check)?),
+        let written = folder.join("config.json");
+        let found = match (single, published) {
+            (Some(single), Some(published)) => {
+                let own = FilePart::of_model(Some(single), published.in_model())?;
+                let beside = || companion(single, base, "text_encoders", published.stem());
+                match own {
+                    None if !folder.is_dir() => beside().map(FilePart::whole),
+                    own => own,
+                }
+            }
+            _ => None,
         };
-        Ok(Place { config, folder, file })
+        let config = match (&found, published) {
+            (Some(_), Some(published)) if !written.is_file() => published.config(),
+            _ => checked(&written, Qwen3Config::check)?,
+        };
+        Ok(Place {
+            config,
+            folder,
+            file: found,
+        })
     }
 
     /// The tensors of the first `depth` layers.
@@ -83,8 +106,8 @@ impl Place {
         let shapes = |has: &dyn Fn(&str) -> bool| self.config.tensor_shapes(depth, has);
         match &self.file {
             Some(file) => {
-                let checkpoint = Checkpoint::of_file(&open(file)?, |name| Some(name.to_owned()))?;
-                component_of_checkpoint(file, checkpoint, wanted, shapes)
+                let checkpoint = file.checkpoint(|name| Some(name.to_owned()))?;
+                component_of_checkpoint(file.path(), checkpoint, wanted, shapes)
             }
             None => component_of_folder(&self.folder, wanted, shapes),
         }

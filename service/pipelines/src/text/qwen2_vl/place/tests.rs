@@ -118,7 +118,7 @@ fn folders() -> (TempDir, PathBuf, PathBuf) {
         std::fs::create_dir(root.path().join(folder)).unwrap();
     }
     let transformer = root.path().join("diffusion_models/qwen_image.safetensors");
-    std::fs::write(&transformer, "").unwrap();
+    save(&[("img_in.weight".to_owned(), Dtype::F32, vec![1])], &transformer);
     let base = root.path().join("base");
     (root, transformer, base)
 }
