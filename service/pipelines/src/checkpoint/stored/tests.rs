@@ -41,13 +41,8 @@ fn bytes_of(pieces: &[SourcePiece]) -> Vec<u8> {
 /// The weight of a layer in f32.
 fn dequantized(checkpoint: &Checkpoint, layer: &str) -> Result<Tensor, ModelError> {
     let stored = checkpoint.tensor(&format!("{layer}.weight"))?;
-    Ok(dequantized_rows(
-        &stored,
-        &[Rows {
-            first: 0,
-            count: stored.shape[0],
-        }],
-    )?)
+    let count = stored.shape[0];
+    dequantized_rows(&stored, &[Rows { first: 0, count }])
 }
 
 /// Rows of a weight in f32.
