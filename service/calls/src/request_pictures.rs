@@ -276,3 +276,73 @@ pub(crate) fn mask_of(pictures: &RequestPictures, size: (u32, u32)) -> Option<Ma
 pub(crate) fn end_of(pictures: &RequestPictures, size: (u32, u32)) -> Option<InitImage> {
     pictures.has(PictureSlot::End).then(|| InitImage::of_size(size))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use candle_core::DType;
+    use model::{Precision, resized};
+
+    use super::*;
+
+    /// A model that takes a reference twice gets both sizes of the client's picture, each scaled once.
+    #[test]
+    fn a_reference_is_decoded_for_each_size_that_a_model_takes() {
+        let folder = tempfile::tempdir().unwrap();
+        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../pipelines/fixtures");
+        for name in ["qwen-vl-tiny", "qwen-image-tiny"] {
+            copy(&fixtures.join(name), folder.path());
+        }
+        let index = folder.path().join("model_index.json");
+        let text = std::fs::read_to_string(&index).unwrap();
+        let text = text.replace("QwenImagePipeline", "QwenImageEditPlusPipeline");
+        std::fs::write(&index, text).unwrap();
+        let model = pipelines::families()
+            .open(folder.path(), &Precision::full(DType::F32))
+            .unwrap();
+
+        let rgb: Vec<u8> = (0..3 * 150 * 100).map(|place| (place * 7 % 251) as u8).collect();
+        let data: Bytes = pictures::png(150, 100, &rgb, None).unwrap().into();
+        let reference = RequestPicture {
+            field: REFERENCES.to_owned(),
+            data,
+            size: (150, 100),
+        };
+        let pictures = RequestPictures(vec![(PictureSlot::Reference(0), reference)]);
+        let [taken, seen] = Generation::references_of(&pictures, &*model).unwrap();
+        let sizes = |pictures: &[InitImage]| -> Vec<(u32, u32)> {
+            pictures
+                .iter()
+                .map(|picture| (picture.width, picture.height))
+                .collect()
+        };
+        assert_eq!(
+            (sizes(&taken), sizes(&seen)),
+            (vec![(1248, 832)], vec![(480, 320)])
+        );
+        for (slot, size) in [
+            (PictureSlot::Reference(0), (1248, 832)),
+            (PictureSlot::Seen(0), (480, 320)),
+        ] {
+            let encoded = pictures.of(slot).unwrap();
+            let fit = fit_of(&*model, slot, encoded, size).unwrap();
+            let found = decoded_as(&encoded.data, slot, fit, &CancelToken::default()).unwrap();
+            assert!(found == resized(&rgb, 3, (150, 100), size), "{slot:?}");
+        }
+        assert!(pictures.of(PictureSlot::Seen(1)).is_none());
+    }
+
+    fn copy(from: &Path, to: &Path) {
+        std::fs::create_dir_all(to).unwrap();
+        for entry in std::fs::read_dir(from).unwrap().flatten() {
+            let target = to.join(entry.file_name());
+            match entry.path().is_dir() {
+                true => copy(&entry.path(), &target),
+                false => {
+                    std::fs::copy(entry.path(), target).unwrap();
+                }
+            }
+        }
+    }
+}

@@ -346,7 +346,7 @@ mod tests {
                 .iter()
                 .all(|name| of_family.iter().any(|n| n == name))
         );
-        assert_eq!(similar("z-image", []), ["z-image-turbo"]);
+        assert_eq!(similar("z-image", []), ["z-image-turbo", "z-image-base"]);
         assert_eq!(similar("moored/dem", ["moored/demo"])[0], "moored/demo");
         assert!(similar("qwertz", []).is_empty());
     }

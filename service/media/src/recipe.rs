@@ -184,6 +184,7 @@ impl Recipe {
             init_image,
             mask,
             references,
+            seen: _, // the same pictures
             controls,
         } = image;
         self.pictures = input_names([

@@ -134,8 +134,13 @@ fn write_sdxl(folder: &Path) {
     write(&folder.join("text_encoder_2"), config, TRANSFORMERS, shapes);
 }
 
-fn write_z_image(folder: &Path) {
+/// Z-Image or Z-Image-Turbo, which differ in the shift of their schedulers.
+fn write_z_image(folder: &Path, shift: f64) {
     copy_rest(&fixture("z-image-tiny"), folder);
+    let scheduler = folder.join("scheduler/scheduler_config.json");
+    let mut written: Value = serde_json::from_slice(&fs::read(&scheduler).unwrap()).unwrap();
+    written["shift"] = shift.into();
+    fs::write(&scheduler, written.to_string()).unwrap();
     let shapes = |config: ZImageTransformer| config.tensor_shapes().collect();
     write(&folder.join("transformer"), json!({}), DIFFUSERS, shapes);
     write_vae(folder);
@@ -351,7 +356,8 @@ pub(super) fn write_model(name: &str, folder: &Path) -> PathBuf {
         "ovi-1.1-960-10s" => return write_ovi(folder, "model_960x960_10s"),
         "flux-schnell" => write_flux(folder, false),
         "flux-dev" => write_flux(folder, true),
-        "z-image-turbo" => write_z_image(folder),
+        "z-image-turbo" => write_z_image(folder, 3.0),
+        "z-image-base" => write_z_image(folder, 6.0),
         "sdxl-base" => write_sdxl(folder),
         "flux2-klein-4b" => write_flux2(folder, true, [5, 20, 24], [2560, 9728]),
         "flux2-base-4b" => write_flux2(folder, false, [5, 20, 24], [2560, 9728]),

@@ -122,6 +122,7 @@ pub(in crate::process) fn media() -> [Medium; 3] {
             init_image: Some(image.clone()),
             mask: None,
             references: Vec::new(),
+            seen: Vec::new(),
             controls: Vec::new(),
         }),
         Medium::Video(Video {
