@@ -30,9 +30,10 @@ RUNS = 3
 Command = tuple[str, ...]
 
 
-def seconds_to_first_line(command: Command, folder: Path, environment: dict[str, str]) -> float:
-    """From the command to the first line that it prints: a picture that is written."""
+def seconds_to_picture(command: Command, folder: Path, environment: dict[str, str]) -> float:
+    """From the command to the line that names a picture, which is written by then."""
     began = time.monotonic()
+    took = None
     with subprocess.Popen(
         command,
         cwd=folder,
@@ -42,10 +43,12 @@ def seconds_to_first_line(command: Command, folder: Path, environment: dict[str,
         stderr=subprocess.DEVNULL,
     ) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
-        took = time.monotonic() - began
-        process.stdout.read()
-    if process.returncode or not line:
+        for line in process.stdout:
+            # Other lines name the folder of a model that was pulled.
+            name = line.split(maxsplit=1)[0] if line.strip() else ""
+            if took is None and name.endswith(".png") and (folder / name).is_file():
+                took = time.monotonic() - began
+    if process.returncode or took is None:
         sys.exit(f"{' '.join(command)} failed")
     return took
 
@@ -54,7 +57,7 @@ def demo(binary: Path, folder: Path) -> float:
     from service import clean_environment
 
     command = (str(binary), "demo", "--device", "cpu")
-    return seconds_to_first_line(command, folder, clean_environment())
+    return seconds_to_picture(command, folder, clean_environment())
 
 
 def pulled(binary: Path, folder: Path) -> float:
@@ -71,7 +74,7 @@ def pulled(binary: Path, folder: Path) -> float:
             "MOORED_SERVICE_STATE": str(folder / "state"),
         }
         command = (str(binary), "run", "me/mine", "a red circle", "--device", "cpu")
-        return seconds_to_first_line(command, folder, environment)
+        return seconds_to_picture(command, folder, environment)
 
 
 def in_comfyui(binary: Path, folder: Path) -> float:
@@ -87,7 +90,8 @@ def in_comfyui(binary: Path, folder: Path) -> float:
     linked.symlink_to(ROOT / "nodes/comfyui")
     comfyui = StandIn(linked, folder)
     graph = Graph(service.address, model="moored/demo")
-    graph.add("PreviewImage", images=[graph.text_to_image(), 0])
+    # The size and the steps of the model, as the pack's example text_to_image has them.
+    graph.add("PreviewImage", images=[graph.text_to_image(width=0, height=0, steps=0), 0])
     comfyui.queue(graph.prompt).succeeded()
     took = time.monotonic() - began
     comfyui.stop()
