@@ -1,4 +1,4 @@
-"""Dockerfile and docker-compose.yml: valid, and consistent with the binary.
+"""Dockerfile, docker-compose.yml and docker-compose.cuda.yml: valid, and consistent with the binary.
 
 No container is built or run here. The files are parsed, and the binary is started with the
 environment and the commands in them.
@@ -23,6 +23,9 @@ import yaml
 from service import BINARY, ROOT, START_TIMEOUT_S, ReservedPort, clean_environment, write_secret
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+COMPOSE_CUDA: dict[str, Any] = yaml.safe_load(
+    (ROOT / "docker-compose.cuda.yml").read_text(encoding="utf-8")
+)
 DEFAULTS = (ROOT / "service/config/src/default.toml").read_text(encoding="utf-8")
 TOKEN_PATH = "/run/secrets/moored_token"
 STATE_PATH = "/var/lib/moored"
@@ -267,6 +270,20 @@ def test_the_card_is_smaller_than_the_container() -> None:
     card = re.fullmatch(r"cpu:(\d+)GiB", command[command.index("--device") + 1])
     assert card
     assert int(card[1]) + 2 <= limit
+
+
+def test_the_compose_file_for_nvidia_cards_changes_only_what_cards_need() -> None:
+    """Token, privileges, ports and volumes stay those of docker-compose.yml."""
+    assert set(COMPOSE_CUDA) == {"services"}
+    assert set(COMPOSE_CUDA["services"]) == set(COMPOSE["services"])
+    cuda = COMPOSE_CUDA["services"]["moored"]
+    assert set(cuda) == {"build", "image", "command", "mem_limit", "deploy"}
+    assert cuda["build"]["target"] in stages()
+    assert cuda["image"] == f"{the_service()['image']}-cuda"
+    assert cuda["command"] == ["--device", "auto"]
+    (device,) = cuda["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert re.fullmatch(_SIZE["pattern"], cuda["mem_limit"])
 
 
 def test_the_container_drops_unneeded_privileges() -> None:

@@ -80,7 +80,11 @@ pub(super) fn check_folder(folder: &Path) -> Result<(), CliError> {
     match folder.metadata() {
         Ok(there) if there.is_dir() => {
             let tried = Part::write(&folder.join("moored"), &[0; TRIED_BYTES]);
-            tried.map(drop)
+            // Nobody asked for the file that was tried: the folder takes none.
+            tried.map(drop).map_err(|error| match error {
+                CliError::File { problem, .. } => CliError::file(folder, problem),
+                other => other,
+            })
         }
         Ok(_) => Err(CliError::file(folder, "it is no folder")),
         Err(problem) if problem.kind() == ErrorKind::NotFound => match folder.parent() {
@@ -262,6 +266,12 @@ mod tests {
             assert!(matches!(stream(&at(name)), Err(CliError::File { .. })), "{name}");
         }
         assert_eq!(std::fs::read(at("file.png")).unwrap(), b"old");
+    }
+
+    #[test]
+    fn a_folder_that_takes_no_file_is_named() {
+        let refused = check_folder(Path::new("/proc"));
+        assert!(matches!(refused, Err(CliError::File { path, .. }) if path == "/proc"));
     }
 
     #[test]

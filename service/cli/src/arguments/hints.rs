@@ -4,7 +4,7 @@ use clap::Error;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 
 /// Commands and options of other programs, and their equivalents here.
-const MEANT: [(&str, &str); 17] = [
+const MEANT: [(&str, &str); 18] = [
     ("image", "moored generate \"a cat\""),
     ("imagine", "moored generate \"a cat\""),
     ("picture", "moored generate \"a cat\""),
@@ -22,6 +22,10 @@ const MEANT: [(&str, &str); 17] = [
     (
         "logs",
         "a service writes its log to standard error, where it was started (a unit: journalctl)",
+    ),
+    (
+        "drain",
+        "Ctrl-C or SIGTERM: the service refuses new jobs, and ends when the others have, or after `service.drain`",
     ),
     ("rn", "moored run MODEL PROMPT"),
     ("run", "moored run MODEL PROMPT"),
@@ -79,6 +83,7 @@ mod tests {
             (vec!["top"], "status --watch"),
             (vec!["stop"], "Ctrl-C"),
             (vec!["logs"], "standard error"),
+            (vec!["drain"], "service.drain"),
             (vec!["generate", "a cat", "--size", "512x512"], "-W 512 -H 512"),
         ] {
             let line = std::iter::once("moored").chain(written);
