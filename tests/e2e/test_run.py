@@ -225,7 +225,7 @@ def test_the_list_has_one_line_a_model_in_80_columns(
         assert process.wait(WAIT_S) == 0
     os.close(mine)
     table = [line.rstrip() for line in shown.decode().splitlines() if " GB " in line]
-    assert len(table) == 19, shown.decode()
+    assert len(table) == 20, shown.decode()
     assert "licences: Apache-2.0 or MIT, but for flux2-klein-9b (FLUX Non-" in shown.decode()
     for line in table:
         assert len(line) <= 80 and re.search("steps|from|with", line), shown.decode()
