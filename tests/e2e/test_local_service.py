@@ -42,6 +42,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     folder.mkdir()
     (folder / "moored").symlink_to(BINARY)
     own = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "HOME": str(tmp_path / "home")}
+    own["MOORED_TOKEN"] = "of another service"  # as the Griptape library keeps it
     return clean_environment() | own | {"XDG_STATE_HOME": str(tmp_path / "state")}
 
 

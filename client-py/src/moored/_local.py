@@ -27,6 +27,10 @@ _STOP_S = 60.0
 # Of its log, in an error.
 _LAST_LINES = 8
 
+# Of programs that use a service (the name that the Griptape library gives its secret). The service
+# takes every MOORED_ variable for one of its settings, and refuses this one.
+_OF_CLIENTS = ("MOORED_TOKEN",)
+
 # What this program has started. One whose standard input is closed ends: it may not be forgotten.
 _started_here: list[subprocess.Popen[bytes]] = []
 
@@ -136,6 +140,7 @@ def _started(
         with log.open("wb") as out:
             process = subprocess.Popen(
                 command,
+                env={name: value for name, value in os.environ.items() if name not in _OF_CLIENTS},
                 stdin=subprocess.DEVNULL if keep else subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
