@@ -18,6 +18,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from test_deploy import seconds
 
 from service import BINARY, ROOT, Service, clean_environment
 
@@ -266,12 +267,6 @@ def unit(of: Path = UNIT) -> dict[str, dict[str, list[str]]]:
             name, value = line.split("=", 1)
             section.setdefault(name, []).append(value)
     return found
-
-
-def seconds(text: str) -> int:
-    found = re.fullmatch(r"(\d+)(s|m|)", text)
-    assert found, text
-    return int(found[1]) * (60 if found[2] == "m" else 1)
 
 
 def test_running_jobs_may_finish_before_systemd_kills_the_service() -> None:

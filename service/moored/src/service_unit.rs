@@ -25,7 +25,7 @@ fn tell(status: &str, ready: bool) {
         NotifyState::Stopping
     };
     if let Err(problem) = sd_notify::notify(&[state, NotifyState::Status(status)]) {
-        tracing::warn!(%problem, "systemd was not told that the service is {status}");
+        tracing::warn!(%problem, "systemd was not told: {status}");
     }
 }
 

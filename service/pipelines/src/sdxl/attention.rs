@@ -255,18 +255,16 @@ impl Attention {
         for (number, (layer, next)) in self.layers.iter().zip(next.chain([None])).enumerate() {
             go_on()?;
             around.stream.enter(BlockPlace::each_pass(block + number))?;
-            let of_text = match around.of_text.get(block + number).and_then(OnceCell::get) {
-                Some(of_text) => of_text.clone(),
+            let kept = &around.of_text[block + number];
+            let of_text = match kept.get() {
+                Some(of_text) => of_text,
                 None => {
                     let of_text = layer.keys_and_values(around.states, channels, around.scratch)?;
-                    if let Some(kept) = around.of_text.get(block + number) {
-                        let _ = kept.set(of_text.clone()); // it was empty
-                    }
-                    of_text
+                    kept.get_or_init(|| of_text)
                 }
             };
             let sizes = (items, self.shape);
-            layer.forward(&buffers, &of_text, sizes, next, around.scratch)?;
+            layer.forward(&buffers, of_text, sizes, next, around.scratch)?;
         }
         self.proj_out
             .forward_into(sum, Epilogue::None, normed, around.scratch)?;
