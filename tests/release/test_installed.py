@@ -157,7 +157,7 @@ def test_the_image_serves_with_a_root_that_cannot_be_written(tmp_path: Path) -> 
     """
     namespaces = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child")
     inside = (
-        'cd /usr/share/moored; if (: > /etc/x) 2> /dev/null; then echo "the root can be written"; exit 1; fi; '
+        'cd /usr/share/moored; if (: > /etc/x) 2> /dev/null; then echo "root is writable"; exit 1; fi; '
         '"$@" & service=$!; '
         f"for _ in $(seq {READY_S * 2}); do sleep 0.5; moored status --json > /dev/null 2>&1 && break; done; "
         "moored status --json > /dev/null && moored generate 'a red cube' --steps 1 -o /tmp/cube.png && "
