@@ -195,6 +195,9 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None:
         """Logs nothing."""
 
+    def do_HEAD(self) -> None:
+        self._head(200, {"Content-Length": "0"})
+
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
@@ -210,6 +213,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.note(self.asked)
         if self.name == "store":
             self._from_store(parts)
+        elif parts == ["api", "whoami-v2"]:
+            self._head(200 if self.token in self.hub.tokens else 401, {"Content-Length": "0"})
         elif parts[:2] == ["api", "models"]:
             self._listing("/".join(parts[2:4]), parts[5])
         elif parts[:2] == ["api", "resolve-cache"]:

@@ -507,6 +507,29 @@ def test_an_unreachable_hub_is_named(pull: Pull) -> None:
     assert "HF_ENDPOINT" in message
 
 
+@pytest.mark.parametrize(
+    ("changes", "well", "words"),
+    [
+        ({}, True, "answers; gated models need HF_TOKEN"),
+        ({"HF_TOKEN": RIGHT}, True, "answers and accepts the token"),
+        ({"HF_TOKEN": "hf_expired"}, False, "refuses the token"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, True, "cannot be reached"),
+        ({"HF_HUB_OFFLINE": "1"}, True, "is not asked: HF_HUB_OFFLINE is set"),
+    ],
+    ids=["anonymous", "right token", "wrong token", "no hub", "offline"],
+)
+def test_doctor_asks_the_hub(
+    hub: Hub, home: Path, tmp_path: Path, changes: dict[str, str], well: bool, words: str
+) -> None:
+    hub.tokens = {RIGHT}
+    state = f"service.state={tmp_path / 'state'}"
+    examined = run("doctor", "--json", "--set", state, env=hub.environment(home, **changes))
+    findings = [json.loads(line) for line in examined.stdout.splitlines()]
+    [finding] = [finding for finding in findings if finding["check"] == "hub"]
+    assert finding["well"] is well
+    assert words in finding["found"]
+
+
 def test_disk_space_is_checked_before_the_first_byte(hub: Hub, home: Path, pull: Pull) -> None:
     hub.announce(TRANSFORMER, 1 << 50)
     reason, message = failed(pull())
@@ -911,6 +934,30 @@ def test_a_transformer_in_gguf_is_pulled_with_what_it_lacks_and_generates(
     hub.requests.clear()
     pulled(pull())
     assert fetched_files(hub, shipped) == {TRANSFORMER, "model_index.json"}, "only the rest"
+
+
+def test_a_smaller_form_of_a_model_has_a_short_name(
+    hub: Hub, pull: Pull, serve: Serve, home: Path, shipped: dict[str, bytes], gguf_bytes: bytes
+) -> None:
+    file = "flux1-dev-Q4_K_S.gguf"
+    hub.repositories["city96/FLUX.1-dev-gguf"] = Repository({file: gguf_bytes})  # it names no base
+    hub.repositories["black-forest-labs/FLUX.1-dev"] = Repository(shipped)
+    id = f"city96/FLUX.1-dev-gguf:{file}"
+    assert pulled(pull("flux-dev:q4"))["id"] == id
+    assert fetched_files(hub, shipped) == base_files(shipped)
+    with serve().client() as client:
+        picture = client.generate_image("a red circle", model="flux-dev:q4", **QUICK).pictures[0]
+        assert (
+            picture.data
+            == client.generate_image("a red circle", model=id, **QUICK).pictures[0].data
+        )
+        with pytest.raises(moored.ModelNotFound):
+            client.generate_image("a red circle", model="flux-dev", **QUICK)
+    shown = run(
+        "info", "flux-dev:q4", "--endpoint", "http://127.0.0.1:1", env=hub.environment(home)
+    )
+    assert id in shown.stdout
+    assert "black-forest-labs/FLUX.1-dev" in shown.stdout
 
 
 def test_a_service_pulls_one_file_for_its_clients(

@@ -217,6 +217,15 @@ fn licences() -> String {
     format!("licences: {}, but for {}", open.join(" or "), own.join(", "))
 }
 
+/// The short names of smaller downloads.
+fn smaller_downloads() -> String {
+    let forms = catalogue::all().iter().flat_map(Model::forms);
+    let forms: Vec<String> = forms
+        .map(|form| format!("{} ({:.0} GB)", form.name, form.download_gb))
+        .collect();
+    format!("smaller downloads, stored in 4 bits: {}", forms.join(", "))
+}
+
 /// Lists the models of the catalogue, and which fit the card.
 pub(super) async fn list(
     program: &'static dyn Program,
@@ -253,6 +262,7 @@ pub(super) async fn list(
         screen::note(meaning);
     }
     screen::note(&licences());
+    screen::note(&smaller_downloads());
     screen::note("`moored info NAME` shows licence, memory, and whether a login is needed");
     if let Some(card) = &place.card {
         screen::note(&format!("this card: {}, {}", card.id, card.total));
@@ -276,6 +286,10 @@ fn in_json(model: &Model, card: Option<&Card>, is_here: bool) -> Value {
         model.needs(preset, is_f32).map(|needs| of(needs).0).into()
     };
     let best = card.and_then(|card| model.best_in(&card.room));
+    let forms = model.forms();
+    let forms: Vec<Value> = forms
+        .map(|form| json!({"name": form.name, "id": form.id, "download_gb": form.download_gb}))
+        .collect();
     let smaller = card
         .filter(|_| best.is_none())
         .and_then(|card| model.smaller_in(None, &card.room));
@@ -286,6 +300,7 @@ fn in_json(model: &Model, card: Option<&Card>, is_here: bool) -> Value {
         "fits": best.map(|(preset, _)| preset.as_str()),
         "streamed_bytes_per_step": best.map(|(_, fit)| fit.streamed().0),
         "smaller": smaller,
+        "forms": forms,
         "slow": card.is_some_and(|card| card.room.is_cpu),
         "precisions": by_preset(&|preset| {
             let fit = card.and_then(|card| model.fit(preset, &card.room));
@@ -322,6 +337,9 @@ pub(super) async fn confirm_fit(
     card: &Card,
     as_json: bool,
 ) -> Result<(), CliError> {
+    if preset.is_some_and(|preset| model.needs(preset, card.room.is_f32).is_none()) {
+        return Ok(()); // the planner says it
+    }
     let fit = match preset {
         Some(preset) => model.fit(preset, &card.room).map(|fit| (preset, fit)),
         None => model.best_in(&card.room),

@@ -235,6 +235,13 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
             ));
         }
         facts.push(("download", format!("{:.1} GB", known.download_gb)));
+        let forms: Vec<String> = known
+            .forms()
+            .map(|form| format!("{} ({:.1} GB)", form.name, form.download_gb))
+            .collect();
+        if !forms.is_empty() {
+            facts.push(("smaller", forms.join(", ")));
+        }
         if !known.with.is_empty() {
             facts.push(("pulled with", known.with.join(", ")));
         }

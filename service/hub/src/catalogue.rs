@@ -81,6 +81,39 @@ pub struct Model {
     pub title: String,
     /// What distinguishes it, in a few words.
     pub about: String,
+    /// Smaller downloads of it.
+    #[serde(default)]
+    pub forms: Vec<Form>,
+    /// The short name of the model that it is a form of.
+    #[serde(skip)]
+    form_of: Option<String>,
+}
+
+/// A smaller download of a model: its transformer in 4 bits, in one file, which is pulled with the other parts of the model.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Form {
+    /// What follows the colon of its short name: `q4` of `flux-dev:q4`.
+    name: String,
+    /// `owner/name:file` on the hub.
+    id: String,
+    /// Of the file and of the other parts.
+    download_gb: f64,
+}
+
+impl Form {
+    /// It as a model of its own.
+    fn of(&self, model: &Model) -> Model {
+        Model {
+            name: format!("{}:{}", model.name, self.name),
+            id: self.id.clone(),
+            with: std::iter::once(&model.id).chain(&model.with).cloned().collect(),
+            download_gb: self.download_gb,
+            forms: Vec::new(),
+            form_of: Some(model.name.clone()),
+            ..model.clone()
+        }
+    }
 }
 
 /// The memory of a card, as far as it decides what fits.
@@ -112,7 +145,7 @@ impl Room {
     }
 }
 
-/// Every model of the catalogue.
+/// Every model of the catalogue, without the forms of models.
 pub fn all() -> &'static [Model] {
     #[derive(Deserialize)]
     #[serde(deny_unknown_fields)]
@@ -132,17 +165,25 @@ pub fn all() -> &'static [Model] {
     &ALL
 }
 
-/// The model of this short name or hub name.
+/// The forms of all models.
+fn forms() -> &'static [Model] {
+    static FORMS: LazyLock<Vec<Model>> = LazyLock::new(|| {
+        let of_model = |model: &'static Model| model.forms.iter().map(|form| form.of(model));
+        all().iter().flat_map(of_model).collect()
+    });
+    &FORMS
+}
+
+/// The model, or the form of a model, of this short name or hub name.
 pub fn find(name: &str) -> Option<&'static Model> {
     let is_it = |model: &&Model| model.name.eq_ignore_ascii_case(name) || model.id.eq_ignore_ascii_case(name);
-    all().iter().find(is_it)
+    all().iter().chain(forms()).find(is_it)
 }
 
 /// The hub name of a short name; `None` for any other name.
 pub fn id_of(short: &str) -> Option<&'static str> {
-    let model = all()
-        .iter()
-        .find(|model| model.name.eq_ignore_ascii_case(short))?;
+    let is_it = |model: &&Model| model.name.eq_ignore_ascii_case(short);
+    let model = all().iter().chain(forms()).find(is_it)?;
     Some(&model.id)
 }
 
@@ -221,9 +262,19 @@ impl Fit {
 }
 
 impl Model {
-    /// Its needs in a preset; `None` if they are not known.
+    /// Its needs in a preset; `None` if they are not known. Those of a form are its model's in 4-bit.
     pub fn needs(&self, preset: Preset, is_f32: bool) -> Option<&'static Needs> {
-        needs::needs_of(&self.name, preset, is_f32)
+        match &self.form_of {
+            None => needs::needs_of(&self.name, preset, is_f32),
+            Some(model) if preset == Preset::FourBit => needs::needs_of(model, preset, is_f32),
+            Some(_) => None,
+        }
+    }
+
+    /// Its forms, each as a model of its own.
+    pub fn forms(&self) -> impl Iterator<Item = &'static Model> {
+        let is_of_it = |form: &&Model| form.form_of.as_ref() == Some(&self.name);
+        forms().iter().filter(is_of_it)
     }
 
     /// How its default request runs on a card in a preset; `None` if it does not.
@@ -315,7 +366,11 @@ mod tests {
             assert_eq!(find(&model.name).unwrap().id, model.id);
             assert_eq!(find(&model.id.to_uppercase()).unwrap().id, model.id);
         }
-        let mut names: Vec<&str> = all().iter().map(|model| model.name.as_str()).collect();
+        let mut names: Vec<&str> = all()
+            .iter()
+            .chain(forms())
+            .map(|model| model.name.as_str())
+            .collect();
         let count = names.len();
         names.sort_unstable();
         names.dedup();
@@ -331,6 +386,34 @@ mod tests {
             find_entry("Tongyi-MAI/Z-Image-Turbo@main").unwrap().name,
             "z-image-turbo"
         );
+    }
+
+    #[test]
+    fn a_form_of_a_model_is_one_file_that_is_pulled_with_the_models_other_parts() {
+        assert!(forms().len() >= 3);
+        for form in forms() {
+            let (short, _) = form.name.split_once(':').unwrap();
+            let model = find(short).unwrap();
+            assert!(model.forms().any(|of_model| of_model.name == form.name));
+            let reference: Reference = form.name.parse().unwrap();
+            assert_eq!(reference.listed_id(), form.id);
+            assert!(reference.file.is_some(), "{}", form.name);
+            assert_eq!(Reference::asked(&form.name, "").unwrap(), reference);
+            assert_eq!(
+                Reference::of_entry(&format!("{}+4-bit", form.name)).unwrap(),
+                reference
+            );
+            assert_eq!(find(&form.id).unwrap().name, form.name);
+            assert_eq!(form.with[0], model.id);
+            assert!(form.download_gb < model.download_gb);
+            let room = Room {
+                bytes: Bytes::gib(80),
+                ..Room::default()
+            };
+            assert_eq!(form.best_in(&room), Some((Preset::FourBit, Fit::Whole)));
+            assert_eq!(form.needs(Preset::Full, false).map(Needs::whole), None);
+        }
+        assert!("flux-dev:q3".parse::<Reference>().is_err());
     }
 
     #[test]

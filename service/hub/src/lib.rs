@@ -23,7 +23,7 @@ mod selection;
 mod transfer;
 
 pub use error::{PullError, PullFailure};
-pub use listing::id_of_folder;
+pub use listing::{Login, id_of_folder};
 pub use meter::Progress;
 pub use pull::{
     Base, Hub, LONGEST_REF, PreparedPull, PullPlan, Pulled, is_of_folder, is_shard, is_whole,

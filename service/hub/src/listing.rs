@@ -20,6 +20,8 @@ use crate::reference::{Reference, is_commit, is_part};
 
 /// Timeout of a response, and of each chunk of it.
 pub(crate) const SILENCE: Duration = Duration::from_secs(30);
+/// Timeout of the one request of a check.
+const PATIENCE: Duration = Duration::from_secs(5);
 /// Attempts of a request before the hub counts as unreachable.
 const ATTEMPTS: u32 = 3;
 const FIRST_PAUSE: Duration = Duration::from_millis(300);
@@ -43,6 +45,13 @@ pub(crate) struct RepositoryListing {
     pub(crate) files: Vec<RepoFile>,
     /// The base model that the repository's page names.
     pub(crate) base: Option<Reference>,
+}
+
+/// Whether a hub is asked with a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Login {
+    Anonymous,
+    Token,
 }
 
 /// Sends requests to one hub, with one token.
@@ -83,6 +92,31 @@ impl HubSession {
 
     pub(crate) fn client(&self) -> &reqwest::Client {
         self.api.client()
+    }
+
+    /// Asks the hub once whether it answers and, where there is a token, whether it accepts that.
+    pub(crate) async fn greet(&self) -> Result<Login, PullError> {
+        let login = match self.anonymous {
+            true => Login::Anonymous,
+            false => Login::Token,
+        };
+        let ask = match login {
+            Login::Anonymous => self.client().head(&self.endpoint),
+            Login::Token => self.client().get(format!("{}/api/whoami-v2", self.endpoint)),
+        };
+        match timeout(PATIENCE, ask.send()).await {
+            Ok(Ok(answer)) if answer.status() == StatusCode::UNAUTHORIZED && login == Login::Token => {
+                Err(PullError::TokenRefused {
+                    endpoint: self.endpoint.clone(),
+                })
+            }
+            Ok(Ok(answer)) if answer.status().is_server_error() => {
+                Err(self.unclear(answer.status().to_string()))
+            }
+            Ok(Ok(_)) => Ok(login),
+            Ok(Err(problem)) => Err(self.unreachable(words(problem))),
+            Err(_) => Err(self.unreachable(format!("no answer within {} s", PATIENCE.as_secs()))),
+        }
     }
 
     /// Whether a URL is the hub's own, rather than one that it redirected to.

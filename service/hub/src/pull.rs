@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use crate::cache::{self, ModelCache, files_of};
 use crate::disk::Disk;
 use crate::error::shown;
-use crate::listing::{HubSession, RepoFile, RepositoryListing};
+use crate::listing::{HubSession, Login, RepoFile, RepositoryListing};
 use crate::meter::Meter;
 use crate::selection::{self, INDEX};
 use crate::transfer::Transfer;
@@ -288,6 +288,14 @@ impl Hub {
             families,
             disk,
         }
+    }
+
+    /// Asks the hub whether it answers and, where there is a token, whether it accepts that. Takes a few seconds at most.
+    ///
+    /// # Errors
+    /// When it does not answer, answers with a fault of its own, or refuses the token.
+    pub async fn greet(&self) -> Result<Login, PullError> {
+        self.session().await?.greet().await
     }
 
     /// Whether clients may ask for a pull.

@@ -75,12 +75,13 @@ impl Reference {
         }
     }
 
-    /// The model that a request names: `owner/name`, possibly with a colon and a file, and a revision.
+    /// The model that a request names: `owner/name`, possibly with a colon and a file, or a short name; and a revision.
     ///
     /// # Errors
     /// As [`Reference::new`].
     pub fn asked(id: &str, revision: &str) -> Result<Reference, PullError> {
         match id.split_once(':') {
+            _ if catalogue::id_of(id).is_some() => Reference::new(id, revision), // the colon of a form
             Some((id, file)) => Reference::new(id, revision)?.with_file(file),
             None => Reference::new(id, revision),
         }
@@ -121,6 +122,9 @@ impl FromStr for Reference {
 
     /// `owner/name` or `owner/name@revision`, and after a colon a file; a short name in place of `owner/name`.
     fn from_str(text: &str) -> Result<Reference, PullError> {
+        if catalogue::id_of(text).is_some() {
+            return Reference::new(text, "");
+        }
         if let Some((repository, file)) = text.split_once(':') {
             return repository.parse::<Reference>()?.with_file(file);
         }

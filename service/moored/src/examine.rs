@@ -8,6 +8,7 @@ use config::{CardSettings, Config, ConfineWorkers};
 use engine::Error;
 use engine::library::Library;
 use gpu::{CardDescription, CardKind, DeviceChoice, DeviceSpec};
+use hub::{Hub, Login, PullError};
 use residency::Bytes;
 
 use crate::examine_access::access;
@@ -25,6 +26,7 @@ pub(crate) async fn examine(config: Config) -> Vec<Finding> {
     findings.extend(access(&config));
     findings.extend(workers(&config).await);
     findings.push(cache_folder(&config));
+    findings.push(hub(&config).await);
     findings.extend(models(&config).await);
     findings
 }
@@ -231,6 +233,25 @@ fn cache_folder(config: &Config) -> Finding {
         "cache",
         found.map_err(|problem| format!("{shown}: {problem}; hub.cache names another folder")),
     )
+}
+
+/// Whether the hub answers. Only downloads need it, so a machine without a network has no problem.
+async fn hub(config: &Config) -> Finding {
+    const WHAT: &str = "hub";
+    let endpoint = &config.hub.endpoint;
+    if config.hub.offline {
+        return Finding::good(WHAT, format!("{endpoint} is not asked: HF_HUB_OFFLINE is set"));
+    }
+    let hub = Hub::new(config.hub.clone(), Arc::new(pipelines::families()));
+    match hub.greet().await {
+        Ok(Login::Token) => Finding::good(WHAT, format!("{endpoint} answers and accepts the token")),
+        Ok(Login::Anonymous) => Finding::good(
+            WHAT,
+            format!("{endpoint} answers; gated models need HF_TOKEN, or `hf auth login`"),
+        ),
+        Err(refused @ PullError::TokenRefused { .. }) => Finding::bad(WHAT, refused),
+        Err(problem) => Finding::good(WHAT, format!("{problem} (only downloads need it)")),
+    }
 }
 
 async fn models(config: &Config) -> Vec<Finding> {
