@@ -55,6 +55,32 @@ impl Linear {
         })
     }
 
+    /// One of two layers, over the first and over the last columns of what adapters know as one layer, `whole`: its `sizes` are
+    /// the inputs of both, and `which` is 0 or 1. Takes `{name}.weight` and `{name}.bias`, and its columns of the terms of the
+    /// whole.
+    ///
+    /// # Errors
+    /// When a tensor is missing or of another shape.
+    pub(crate) fn of_columns(
+        tensors: &AdaptedTensors<'_>,
+        name: &str,
+        (whole, sizes, which): (&str, [usize; 2], usize),
+        outputs: usize,
+    ) -> Result<Linear, MissingTensor> {
+        let first: usize = sizes[..which].iter().sum();
+        let inputs = sizes[which];
+        let terms = tensors.terms(whole, sizes.iter().sum(), outputs)?;
+        let terms = terms.iter().map(|term| term.of_columns(first, inputs));
+        let terms = terms.collect::<candle_core::Result<Vec<_>>>();
+        Ok(Linear {
+            terms: terms.map_err(|error| MissingTensor {
+                name: whole.to_owned(),
+                problem: error.to_string(),
+            })?,
+            ..Linear::new(tensors, name, inputs, outputs)?
+        })
+    }
+
     /// A layer with a weight `[outputs, inputs]` and a bias `[outputs]`, without terms of adapters.
     pub(crate) fn of(weight: Tensor, bias: Option<Tensor>) -> Linear {
         Linear {

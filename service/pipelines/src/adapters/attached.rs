@@ -35,7 +35,7 @@ impl CurrentStrength {
 /// The low-rank term of one layer.
 #[derive(Clone, Debug)]
 pub(crate) struct LayerTerm {
-    /// `[rank, inputs]`.
+    /// `[rank, inputs]`; contiguous, but for the columns that a part of a layer takes.
     down: Tensor,
     /// `[outputs, rank]`.
     up: Tensor,
@@ -56,7 +56,7 @@ impl LayerTerm {
             return Ok(None);
         }
         Ok(Some(LowRank {
-            down: gpu::to_device(&self.down, device)?,
+            down: gpu::to_device(&self.down.contiguous()?, device)?,
             up: gpu::to_device(&self.up, device)?,
             factor: self.scale * f64::from(strength),
         }))
@@ -65,6 +65,17 @@ impl LayerTerm {
     /// The rank of the term.
     pub(crate) fn rank(&self) -> usize {
         self.down.dims()[0]
+    }
+
+    /// The term of a layer over these columns of the inputs alone. Its factor is copied for each product.
+    ///
+    /// # Errors
+    /// When the layer does not have these columns.
+    pub(crate) fn of_columns(&self, first: usize, count: usize) -> candle_core::Result<LayerTerm> {
+        Ok(LayerTerm {
+            down: self.down.narrow(1, first, count)?,
+            ..self.clone()
+        })
     }
 }
 

@@ -140,6 +140,14 @@ impl AdapterSet {
         Bytes(of_parts.max().unwrap_or_default())
     }
 
+    /// Most bytes of copies of a layer's factors, by the terms of all adapters: layers over a part of the columns copy theirs.
+    pub(crate) fn copied(&self, base: &str, dtype: DType) -> Bytes {
+        let parts = self.0.iter().flat_map(|adapter| &adapter.parts);
+        let of_base = parts.filter(|part| part.base == base);
+        let bytes = of_base.map(|part| ops::allocated(part.largest_numbers * dtype.size_in_bytes()));
+        Bytes(bytes.sum())
+    }
+
     /// The ranks of the terms of a component's convolutions, of the adapters that a request uses.
     pub(crate) fn convolution_ranks<'a>(
         &'a self,

@@ -107,31 +107,83 @@ impl TransformerPlace {
     }
 }
 
-/// Layers that diffusers fuses (`fuse_qkv_projections`), as Nunchaku's files have them, and what they consist of.
-const FUSED: [(&str, [&str; 3]); 3] = [
-    ("to_qkv", ["to_q", "to_k", "to_v"]),
-    ("add_qkv_proj", ["add_q_proj", "add_k_proj", "add_v_proj"]),
-    ("to_added_qkv", ["add_q_proj", "add_k_proj", "add_v_proj"]),
+/// A layer or a norm under another name than diffusers' class has for it. What precedes the name is the same in both.
+struct OtherName {
+    name: &'static str,
+    in_file: &'static str,
+    /// Which of the equal shares of the rows of a fused layer it is; `None` where the layer is not fused.
+    share: Option<usize>,
+}
+
+const fn renamed(name: &'static str, in_file: &'static str) -> OtherName {
+    let share = None;
+    OtherName { name, in_file, share }
+}
+
+const fn fused(name: &'static str, in_file: &'static str, share: usize) -> OtherName {
+    OtherName {
+        name,
+        in_file,
+        share: Some(share),
+    }
+}
+
+/// Names in files that otherwise have diffusers': of layers that diffusers fuses (`fuse_qkv_projections`), which Nunchaku's files
+/// have too, and of layers of FLUX.1 and Z-Image in Nunchaku's files (its `NunchakuFluxTransformer2dModel` and
+/// `NunchakuZImageTransformer2DModel`).
+const OTHER_NAMES: [OtherName; 30] = [
+    fused("to_q", "to_qkv", 0),
+    fused("to_k", "to_qkv", 1),
+    fused("to_v", "to_qkv", 2),
+    fused("add_q_proj", "add_qkv_proj", 0),
+    fused("add_k_proj", "add_qkv_proj", 1),
+    fused("add_v_proj", "add_qkv_proj", 2),
+    fused("add_q_proj", "to_added_qkv", 0),
+    fused("add_k_proj", "to_added_qkv", 1),
+    fused("add_v_proj", "to_added_qkv", 2),
+    // FLUX.1.
+    fused("attn.to_q", "qkv_proj", 0),
+    fused("attn.to_k", "qkv_proj", 1),
+    fused("attn.to_v", "qkv_proj", 2),
+    fused("attn.add_q_proj", "qkv_proj_context", 0),
+    fused("attn.add_k_proj", "qkv_proj_context", 1),
+    fused("attn.add_v_proj", "qkv_proj_context", 2),
+    renamed("attn.to_out.0", "out_proj"),
+    renamed("attn.to_add_out", "out_proj_context"),
+    renamed("ff.net.0.proj", "mlp_fc1"),
+    renamed("ff.net.2", "mlp_fc2"),
+    renamed("ff_context.net.0.proj", "mlp_context_fc1"),
+    renamed("ff_context.net.2", "mlp_context_fc2"),
+    renamed("proj_mlp", "mlp_fc1"),
+    renamed("attn.to_out", "out_proj"),
+    renamed("attn.norm_q", "norm_q"),
+    renamed("attn.norm_k", "norm_k"),
+    renamed("attn.norm_added_q", "norm_added_q"),
+    renamed("attn.norm_added_k", "norm_added_k"),
+    // Z-Image: diffusers' `SwiGLU` has what is gated before the gate.
+    fused("feed_forward.w3", "feed_forward.net.0.proj", 0),
+    fused("feed_forward.w1", "feed_forward.net.0.proj", 1),
+    renamed("feed_forward.w2", "feed_forward.net.2"),
 ];
 
-/// The place of a tensor in a file with diffusers' names: a tensor of its name, or rows of one of a fused layer.
+/// The place of a tensor in a file with diffusers' names: a tensor of its name, of another name, or rows of one of a fused layer.
 fn in_diffusers(spec: TensorSpec, checkpoint: &Checkpoint) -> TensorSpec {
     let whole = TensorSpec::whole(spec.name, spec.shape);
     if checkpoint.has(&whole.name) {
         return whole;
     }
-    let fused = FUSED.iter().find_map(|(fused, layers)| {
-        let (before, kind) = whole.name.rsplit_once('.')?;
-        let (block, layer) = before.rsplit_once('.')?;
-        let which = layers.iter().position(|name| *name == layer)?;
-        let name = format!("{block}.{fused}.{kind}");
-        checkpoint.has(&name).then_some((name, which))
+    let found = OTHER_NAMES.iter().find_map(|other| {
+        let (layer, kind) = whole.name.rsplit_once('.')?;
+        let block = layer.strip_suffix(other.name)?.strip_suffix('.')?;
+        let tensor = format!("{block}.{}.{kind}", other.in_file);
+        checkpoint.has(&tensor).then_some((tensor, other.share))
     });
-    match fused {
+    match found {
         None => whole,
-        Some((tensor, which)) => {
+        Some((tensor, None)) => TensorSpec { tensor, ..whole },
+        Some((tensor, Some(share))) => {
             let count = whole.shape.first().copied().unwrap_or_default();
-            let first = which * count;
+            let first = share * count;
             TensorSpec {
                 tensor,
                 rows: vec![Rows { first, count }],

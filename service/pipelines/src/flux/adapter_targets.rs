@@ -31,7 +31,12 @@ pub(super) fn adapter_targets(
     t5: &T5Config,
     components: &ComponentSet,
 ) -> Vec<TargetComponent> {
-    let mut denoiser = TargetComponent::denoiser("transformer", &layout(transformer), XLABS, "");
+    // Adapters have one last layer of a single block, whether the transformer's is split or not.
+    let in_one = TransformerConfig {
+        splits_last_layers: false,
+        ..transformer.clone()
+    };
+    let mut denoiser = TargetComponent::denoiser("transformer", &layout(&in_one), XLABS, "");
     // XLabs' processors of single blocks have the first rows of a layer that is fused.
     let projections = 3 * transformer.width();
     for i in 0..transformer.num_single_layers {

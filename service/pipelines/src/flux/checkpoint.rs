@@ -61,6 +61,9 @@ pub(super) const MARKS: Marks = Marks {
     sidecar_keys: &[],
 };
 
+/// The norm of queries in the first block of Nunchaku's files.
+const NORM_OF_NUNCHAKU: &str = "transformer_blocks.0.norm_q.weight";
+
 impl TransformerFiles for TransformerConfig {
     const WHAT: &'static str = "a FLUX transformer";
 
@@ -95,7 +98,10 @@ impl TransformerFiles for TransformerConfig {
                 "context_embedder.weight",
                 "time_text_embed.text_embedder.linear_1.weight",
                 "time_text_embed.guidance_embedder.linear_1.weight",
-                "transformer_blocks.0.attn.norm_q.weight",
+                match checkpoint.has(NORM_OF_NUNCHAKU) {
+                    true => NORM_OF_NUNCHAKU,
+                    false => "transformer_blocks.0.attn.norm_q.weight",
+                },
                 "proj_out.weight",
                 "transformer_blocks",
                 "single_transformer_blocks",
@@ -121,6 +127,7 @@ impl TransformerFiles for TransformerConfig {
                 base.axes_dims_rope,
                 TransformerConfig::default().axes_dims_rope,
             ),
+            splits_last_layers: checkpoint.has("single_transformer_blocks.0.mlp_fc2.weight"),
             ..TransformerConfig::default()
         })
     }

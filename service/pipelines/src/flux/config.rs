@@ -30,6 +30,9 @@ pub struct TransformerConfig {
     pub guidance_embeds: bool,
     /// Widths of the rotary axes in a head.
     pub axes_dims_rope: [usize; 3],
+    /// Whether the last layer of a single block is two, over the attention and over the feed-forward, as in Nunchaku's files.
+    #[serde(skip)]
+    pub splits_last_layers: bool,
 }
 
 /// Width of a mask in a packed token: 8 by 8 pixels of each of four cells.
@@ -49,6 +52,7 @@ impl Default for TransformerConfig {
             pooled_projection_dim: 768,
             guidance_embeds: false,
             axes_dims_rope: [16, 56, 56],
+            splits_last_layers: false,
         }
     }
 }
@@ -72,6 +76,7 @@ impl TransformerConfig {
             head: self.attention_head_dim,
             double: self.num_layers,
             single: self.num_single_layers,
+            splits_last_layers: self.splits_last_layers,
         }
     }
 

@@ -218,6 +218,9 @@ impl FluxModel {
             buffers += negative_scratch(&self.transformer, tokens as usize, picture, steps, dtype);
         }
         let mut scratch = denoiser.scratch(buffers, all_tokens, steps, request);
+        if self.transformer.splits_last_layers {
+            scratch += self.adapters.copied(denoiser.name, dtype);
+        }
         let mut nets = Vec::new();
         for (_, _, net) in self.controls_of(request, image) {
             nets.push(&net.component);

@@ -98,6 +98,7 @@ impl TransformerConfig {
             head: self.attention_head_dim,
             double: self.num_layers,
             single: self.num_single_layers,
+            splits_last_layers: false,
         }
     }
 

@@ -11,7 +11,7 @@ use gpu::MissingTensor;
 use ops::{Angles, Epilogue, LayerTo, Mask, Nonlinearity, Pairs, QkNorm, Scratch};
 
 use super::buffers::{Added, Buffers, EPS, Next, Part, Share, attends_for_some};
-use super::layout::DiffusersStream;
+use super::layout::{DiffusersStream, SPLIT_LAST};
 use super::shape::{BlocksShape, Design};
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
@@ -362,7 +362,42 @@ pub(super) struct SingleBlock {
     modulator: Option<Modulator>,
     input: SingleInput,
     norms: HeadNorms,
-    output: Linear,
+    output: SingleOutput,
+}
+
+/// The last layer of a single block, from the attention and the inside of the feed-forward.
+enum SingleOutput {
+    /// One layer over both.
+    Joined(Linear),
+    /// A layer over each, whose results are added.
+    Split { attended: Linear, inner: Linear },
+}
+
+impl SingleOutput {
+    fn layers(&self) -> impl Iterator<Item = &Linear> {
+        let [first, second] = match self {
+            SingleOutput::Joined(layer) => [Some(layer), None],
+            SingleOutput::Split { attended, inner } => [Some(attended), Some(inner)],
+        };
+        first.into_iter().chain(second)
+    }
+
+    /// From the attention and the inside of the feed-forward of these rows to their branch. Queries, keys and values are
+    /// overwritten.
+    fn forward(&self, rows: &Part, scratch: &Scratch) -> Result<()> {
+        let (attended, inner) = match self {
+            SingleOutput::Joined(layer) => {
+                return layer.forward_into(&rows.wide, Epilogue::None, &rows.branch, scratch);
+            }
+            SingleOutput::Split { attended, inner } => (attended, inner),
+        };
+        let width = rows.branch.dim(2)?;
+        let of_attention = rows.wide.narrow(2, 0, width)?;
+        attended.forward_into(&of_attention, Epilogue::None, &rows.branch, scratch)?;
+        let of_inner = rows.joint.narrow(2, 0, width)?;
+        inner.forward_into(&rows.inner, Epilogue::None, &of_inner, scratch)?;
+        ops::add_residual(&rows.branch, &of_inner, None)
+    }
 }
 
 impl SingleBlock {
@@ -390,17 +425,28 @@ impl SingleBlock {
                 (None, SingleInput::Fused(fused), "attn.to_out")
             }
         };
+        let output = match shape.splits_last_layers {
+            false => SingleOutput::Joined(linear(output, width + inner, width)?),
+            true => {
+                let (both, sizes) = (format!("{name}.{output}"), [width, inner]);
+                let [attended, inner_out] = SPLIT_LAST.map(|part| format!("{name}.{part}"));
+                SingleOutput::Split {
+                    attended: Linear::of_columns(tensors, &attended, (&both, sizes, 0), width)?,
+                    inner: Linear::of_columns(tensors, &inner_out, (&both, sizes, 1), width)?,
+                }
+            }
+        };
         Ok(SingleBlock {
             modulator,
             input,
             norms: HeadNorms::new(tensors, name, streams[0].norms, shape)?,
-            output: linear(output, width + inner, width)?,
+            output,
         })
     }
 
     /// Linear layers that a step runs.
     pub(super) fn layers(&self) -> impl Iterator<Item = &Linear> {
-        self.first_layers().chain([&self.output])
+        self.first_layers().chain(self.output.layers())
     }
 
     fn first_layers(&self) -> impl Iterator<Item = &Linear> {
@@ -456,8 +502,7 @@ impl SingleBlock {
         }
         self.norms.apply(&whole, rotations.angles())?;
         attend(&whole, rows)?;
-        self.output
-            .forward_into(&rows.wide, Epilogue::None, &rows.branch, scratch)?;
+        self.output.forward(rows, scratch)?;
         if !added.is_empty() {
             buffers.picture()?.add(added)?;
         }

@@ -33,6 +33,9 @@ pub(crate) struct BlockNames {
     pub(crate) single: SingleNames,
 }
 
+/// Names of the two last layers of a single block where they are not one: over the attention, and over the feed-forward.
+pub(super) const SPLIT_LAST: [&str; 2] = ["attn.to_out", "mlp_fc2"];
+
 /// Names of one stream of a double block in diffusers.
 pub(super) struct DiffusersStream {
     pub(super) modulation: &'static str,
@@ -200,7 +203,14 @@ impl Layout {
                         );
                     }
                     self.linear(&format!("{block}.proj_mlp"), [inner, width], &fused, 3 * width);
-                    self.linear(&format!("{block}.proj_out"), of_last, &last, 0);
+                    match shape.splits_last_layers {
+                        false => self.linear(&format!("{block}.proj_out"), of_last, &last, 0),
+                        true => {
+                            let [attended, inner_out] = SPLIT_LAST.map(|name| format!("{block}.{name}"));
+                            self.linear(&attended, [width, width], &attended, 0);
+                            self.linear(&inner_out, [width, inner], &inner_out, 0);
+                        }
+                    }
                 }
                 Design::Flux2 => {
                     let name = format!("{block}.attn.to_qkv_mlp_proj");

@@ -72,6 +72,8 @@ pub(crate) struct BlocksShape {
     pub(crate) double: usize,
     /// Number of single-stream blocks.
     pub(crate) single: usize,
+    /// Whether the last layer of a single block is two, over the attention and over the feed-forward, whose results are added.
+    pub(crate) splits_last_layers: bool,
 }
 
 impl BlocksShape {

@@ -76,6 +76,7 @@ impl TransformerConfig {
             head: self.attention_head_dim,
             double: self.num_layers,
             single: 0,
+            splits_last_layers: false,
         }
     }
 

@@ -34,7 +34,8 @@ pub(super) const MARKS: Marks = Marks {
         ),
         (
             Naming::Diffusers,
-            &["noise_refiner.0.attention.to_q.", "cap_embedder.0.", PATCH_IN],
+            // Or `to_qkv`, where it is fused.
+            &["noise_refiner.0.attention.to_q", "cap_embedder.0.", PATCH_IN],
         ),
     ],
     names: NAMES,

@@ -1,7 +1,7 @@
 //! Adapters: the same pictures as diffusers with `load_lora_weights` and `set_adapters`, one adapter in every spelling,
 //! every weight format, and files that are refused.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use pipelines::{
 use serde::Deserialize;
 
 use crate::device::tolerances;
-use crate::given::{folder, request};
+use crate::given::{copy_of, folder, request};
 use crate::numbers::{distance, fixtures, json, largest_difference, numbers, tensors};
 use crate::open_model::{F32, OpenModel, on_cpu};
 
@@ -474,4 +474,112 @@ fn a_request_names_only_adapters_that_are_attached() {
             .to_string_lossy()
             .contains("kohya")
     );
+}
+
+/// The transformer with the names of Nunchaku's files, whose single blocks have two last layers. The bias of the one is halved
+/// over both.
+fn in_names_of_nunchaku() -> HashMap<String, Tensor> {
+    let mut theirs = HashMap::new();
+    let mut of_one_layer: BTreeMap<String, BTreeMap<&str, Tensor>> = BTreeMap::new();
+    const FUSED: [(&str, &str); 6] = [
+        (".attn.to_q.", "0"),
+        (".attn.to_k.", "1"),
+        (".attn.to_v.", "2"),
+        (".attn.add_q_proj.", "0"),
+        (".attn.add_k_proj.", "1"),
+        (".attn.add_v_proj.", "2"),
+    ];
+    const RENAMED: [(&str, &str); 11] = [
+        (".attn.to_out.0.", ".out_proj."),
+        (".attn.to_add_out.", ".out_proj_context."),
+        (".ff.net.0.proj.", ".mlp_fc1."),
+        (".ff.net.2.", ".mlp_fc2."),
+        (".ff_context.net.0.proj.", ".mlp_context_fc1."),
+        (".ff_context.net.2.", ".mlp_context_fc2."),
+        (".proj_mlp.", ".mlp_fc1."),
+        (".attn.norm_q.", ".norm_q."),
+        (".attn.norm_k.", ".norm_k."),
+        (".attn.norm_added_q.", ".norm_added_q."),
+        (".attn.norm_added_k.", ".norm_added_k."),
+    ];
+    for (name, tensor) in tensors("flux-tiny/transformer/diffusion_pytorch_model.safetensors") {
+        if let Some((layer, place)) = FUSED.iter().find(|(layer, _)| name.contains(layer)) {
+            let fused = match layer.contains("add") {
+                true => ".qkv_proj_context.",
+                false => ".qkv_proj.",
+            };
+            let parts = of_one_layer.entry(name.replace(layer, fused)).or_default();
+            parts.insert(place, tensor);
+        } else if name.starts_with("single_") && name.contains(".proj_out.") {
+            let [attended, inner] = [".out_proj.", ".mlp_fc2."].map(|part| name.replace(".proj_out.", part));
+            let (first, second) = match tensor.dims() {
+                [outputs] => {
+                    let half = (&tensor * 0.5).expect("half of a bias");
+                    assert_eq!(half.dims(), [*outputs]);
+                    (half.clone(), half)
+                }
+                [outputs, inputs] => (
+                    tensor.narrow(1, 0, *outputs).expect("columns"),
+                    tensor.narrow(1, *outputs, inputs - outputs).expect("columns"),
+                ),
+                other => panic!("{name} is {other:?}"),
+            };
+            theirs.insert(attended, first.contiguous().expect("a copy"));
+            theirs.insert(inner, second.contiguous().expect("a copy"));
+        } else {
+            let renamed = RENAMED.iter().find(|(layer, _)| name.contains(layer));
+            let name = renamed.map_or(name.clone(), |(layer, in_file)| name.replace(layer, in_file));
+            theirs.insert(name, tensor);
+        }
+    }
+    for (name, parts) in of_one_layer {
+        let parts: Vec<&Tensor> = parts.values().collect();
+        theirs.insert(name, Tensor::cat(&parts, 0).expect("a fused layer"));
+    }
+    theirs
+}
+
+/// The last layer of a single block in two layers, alone and with an adapter of the layer that diffusers has.
+#[test]
+fn nunchakus_names_are_read_and_an_adapter_of_a_layer_that_is_two_there_has_its_effect() {
+    let root = copy_of(&["flux-tiny"]);
+    let whole = root.path().join("svdq-int4_r32-flux.1-dev.safetensors");
+    candle_core::safetensors::save(&in_names_of_nunchaku(), &whole).expect("a file");
+    let of_file = || {
+        let model = FluxModel::open(&whole, &F32).expect("a sound model");
+        model.expect("a FLUX model")
+    };
+    let latent = |model: FluxModel, request: &Request| {
+        let opened = OpenModel::of(Arc::new(model));
+        on_cpu(&opened.latent(request, &mut Unobserved).expect("a latent"))
+    };
+    let plain = latent(model(&F32), &request());
+    assert!(distance(&latent(of_file(), &request()), &plain) < tolerances().pipeline);
+
+    let config: serde_json::Value = json("flux-tiny/transformer/config.json");
+    let width = config["attention_head_dim"]
+        .as_u64()
+        .zip(config["num_attention_heads"].as_u64());
+    let width = width.map_or(0, |(head, heads)| (head * heads) as usize);
+    let wave = |shape: (usize, usize), by: f64| {
+        let numbers = Tensor::arange(0f32, (shape.0 * shape.1) as f32, &candle_core::Device::Cpu);
+        let numbers = numbers.and_then(|numbers| (numbers * by)?.sin()?.reshape(shape));
+        numbers.expect("numbers")
+    };
+    let layer = "transformer.single_transformer_blocks.0.proj_out";
+    let factors = HashMap::from([
+        (format!("{layer}.lora_A.weight"), wave((2, 5 * width), 0.7)),
+        (format!("{layer}.lora_B.weight"), wave((width, 2), 1.3)),
+    ]);
+    let path = root.path().join("one-layer.safetensors");
+    candle_core::safetensors::save(&factors, &path).expect("a file");
+    let adapter = [AdapterFile {
+        path,
+        ..file("one-layer")
+    }];
+    let request = request_with("one-layer", &[0.2]);
+    let expected = latent(model(&F32).adapted(&adapter).expect("adapted"), &request);
+    let found = latent(of_file().adapted(&adapter).expect("adapted"), &request);
+    assert!(distance(&expected, &plain) > 1e-3, "the adapter has an effect");
+    assert!(distance(&found, &expected) < tolerances().pipeline);
 }

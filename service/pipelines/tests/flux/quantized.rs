@@ -765,7 +765,7 @@ fn unsupported_quantizations_are_detected_by_tensor_names() {
     let file = folder.path().join("one.safetensors");
     let codes = Raw::open(&put(&folder, "fp8.safetensors", "one.safetensors"));
     let block = "double_blocks.0.img_attn.qkv";
-    let cases: [(&str, Dtype, usize, &[&str]); 8] = [
+    let cases: [(&str, Dtype, usize, &[&str]); 7] = [
         (
             "double_blocks.0.img_attn.qkv.wscales",
             Dtype::F16,
@@ -778,12 +778,6 @@ fn unsupported_quantizations_are_detected_by_tensor_names() {
             Dtype::I32,
             4,
             &["two tensors are", "Nunchaku", "what is read is"],
-        ),
-        (
-            "transformer_blocks.0.qkv_proj_context.wscales",
-            Dtype::F16,
-            2,
-            &["SVDQuant", "FLUX.1"],
         ),
         (
             "double_blocks.0.img_attn.qkv.weight_scale_2",

@@ -19,8 +19,11 @@ mod tiny_ovi;
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
 use candle_core::DType;
 use pipelines::{
@@ -250,9 +253,24 @@ impl Case {
     }
 }
 
+/// Checks all cases, as many at a time as there are processors: each takes seconds of one.
+fn for_each_case(check: impl Fn(&Case) + Sync) {
+    let next = AtomicUsize::new(0);
+    let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some(case) = CASES.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    check(case);
+                }
+            });
+        }
+    });
+}
+
 #[test]
 fn whatever_changes_the_values_of_a_stage_changes_their_identity() {
-    for case in &CASES {
+    for_each_case(|case| {
         let folder = case.folder();
         let open = |precision: &Precision| families().open(&case.model_in(&folder), precision);
         let model = open(&F32).expect("a model");
@@ -290,7 +308,7 @@ fn whatever_changes_the_values_of_a_stage_changes_their_identity() {
             }
             fs::write(&path, text).unwrap();
         }
-    }
+    });
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Checkpoints that are opened: folders, and single files for ComfyUI; and refusals.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
@@ -73,6 +73,43 @@ fn a_single_file_equals_the_folder() {
         let found = opened.latent(&request(), &mut Unobserved).expect("a latent");
         assert_eq!(found, expected, "{prefix:?}");
     }
+}
+
+/// Queries, keys and values are one layer there, and so are both first layers of a feed-forward, what is gated before the gate.
+#[test]
+fn nunchakus_names_are_read() {
+    let folder = folder();
+    let expected = open(folder.path(), &F32);
+    let expected = expected.latent(&request(), &mut Unobserved).expect("a latent");
+    let mut theirs = tensors(WEIGHTS);
+    let mut fuse = |block: &str, layers: &[&str], fused: &str| {
+        let parts = layers.iter().map(|layer| {
+            let name = format!("{block}.{layer}.weight");
+            theirs.remove(&name).expect("a layer")
+        });
+        let parts: Vec<Tensor> = parts.collect();
+        let whole = Tensor::cat(&parts, 0).expect("a fused layer");
+        theirs.insert(format!("{block}.{fused}.weight"), whole);
+    };
+    let blocks: BTreeSet<String> = tensors(WEIGHTS)
+        .keys()
+        .filter_map(|name| Some(name.split_once(".attention.to_q.")?.0.to_owned()))
+        .collect();
+    assert!(blocks.len() >= 3);
+    for block in &blocks {
+        let layers = ["attention.to_q", "attention.to_k", "attention.to_v"];
+        fuse(block, &layers, "attention.to_qkv");
+        fuse(
+            block,
+            &["feed_forward.w3", "feed_forward.w1"],
+            "feed_forward.net.0.proj",
+        );
+        fuse(block, &["feed_forward.w2"], "feed_forward.net.2");
+    }
+    let file = folder.path().join("svdq-int4_r32-z-image-turbo.safetensors");
+    write(&theirs, &file);
+    let found = open(&file, &F32).latent(&request(), &mut Unobserved);
+    assert_eq!(found.expect("a latent"), expected);
 }
 
 #[test]

@@ -33,15 +33,6 @@ pub(crate) fn foreign(names: &[&str]) -> Option<&'static str> {
     };
     if ends(&[".g_idx"]) {
         Some("GPTQ")
-    } else if ends(&[
-        ".qkv_proj.wscales",
-        ".qkv_proj.smooth_factor",
-        ".qkv_proj.smooth",
-        ".qkv_proj_context.wscales",
-        ".feed_forward.net.0.proj.wscales",
-    ]) {
-        // The single blocks of FLUX.1, and the feed-forwards of Z-Image, have other layers there.
-        Some("SVDQuant (Nunchaku) with the layers of FLUX.1 or Z-Image that only Nunchaku has")
     } else if ends(&[":_data", ":qdata", ".qdata", ":int_data"]) {
         Some("torchao in an older layout")
     } else if ends(&[".weight._data"]) {
