@@ -525,8 +525,9 @@ def test_doctor_asks_the_hub(
     state = f"service.state={tmp_path / 'state'}"
     examined = run("doctor", "--json", "--set", state, env=hub.environment(home, **changes))
     findings = [json.loads(line) for line in examined.stdout.splitlines()]
-    [finding] = [finding for finding in findings if finding["check"] == "hub"]
+    [finding] = [finding for finding in findings if finding.get("check") == "hub"]
     assert finding["well"] is well
+    assert examined.returncode == (0 if well else 1)
     assert words in finding["found"]
 
 
