@@ -309,18 +309,6 @@ def write_folder_of_bitsandbytes(folder: Path, _: Numbers) -> None:
 
 def write_what_is_not_read(folder: Path, weights: Numbers) -> None:
     rest = {name: in_bf16(numbers) for name, numbers in weights.items()}
-    ours = read_safetensors(DEMO / "model" / WEIGHTS)
-    nunchaku: Tensors = {name: in_bf16(ours[name]) for name in ours if "blocks." not in name}
-    for block in ("transformer_blocks.0", "single_transformer_blocks.0"):
-        # Blocks in 4 bits with low ranks beside them, modulation in 4 bits packed into integers of 32.
-        modulation = f"{block}.norm1.linear" if block[0] == "t" else f"{block}.norm.linear"
-        nunchaku[f"{modulation}.qweight"] = Tensor("I32", (2, 2), bytes(16))
-        nunchaku[f"{modulation}.wscales"] = Tensor("BF16", (2,), bytes(4))
-        nunchaku[f"{block}.qkv_proj.qweight"] = in_bytes(np.zeros((4, 2), np.uint8), "I8")
-        nunchaku[f"{block}.qkv_proj.proj_down"] = Tensor("BF16", (4, 2), bytes(16))
-        nunchaku[f"{block}.qkv_proj.smooth_factor"] = Tensor("BF16", (4,), bytes(8))
-    write_safetensors(folder / "nunchaku.safetensors", nunchaku)
-
     gptq = dict(rest)
     layer = "double_blocks.0.img_attn.qkv.weight"
     rows, columns = weights[layer].shape
@@ -390,7 +378,6 @@ STORED = {
     "awq": Stored({"transformer": "awq"}, block_wise("awq")),
 }
 REFUSED = {
-    "nunchaku": ["Nunchaku"],
     "gptq": ["GPTQ"],
     "quanto-folder": ["quanto"],
 }
