@@ -81,9 +81,9 @@ pub struct Model {
     pub title: String,
     /// What distinguishes it, in a few words.
     pub about: String,
-    /// Smaller downloads of it.
+    /// Smaller downloads of it, as the file has them: [`Model::forms`] has them as models.
     #[serde(default)]
-    pub forms: Vec<Form>,
+    forms: Vec<Form>,
     /// The short name of the model that it is a form of.
     #[serde(skip)]
     form_of: Option<String>,
@@ -92,7 +92,7 @@ pub struct Model {
 /// A smaller download of a model: its transformer in 4 bits, in one file, which is pulled with the other parts of the model.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Form {
+struct Form {
     /// What follows the colon of its short name: `q4` of `flux-dev:q4`.
     name: String,
     /// `owner/name:file` on the hub.

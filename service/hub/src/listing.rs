@@ -95,7 +95,7 @@ impl HubSession {
     }
 
     /// Asks the hub once whether it answers and, where there is a token, whether it accepts that.
-    pub(crate) async fn greet(&self) -> Result<Login, PullError> {
+    pub(crate) async fn check(&self) -> Result<Login, PullError> {
         let login = match self.anonymous {
             true => Login::Anonymous,
             false => Login::Token,

@@ -294,8 +294,8 @@ impl Hub {
     ///
     /// # Errors
     /// When it does not answer, answers with a fault of its own, or refuses the token.
-    pub async fn greet(&self) -> Result<Login, PullError> {
-        self.session().await?.greet().await
+    pub async fn check(&self) -> Result<Login, PullError> {
+        self.session().await?.check().await
     }
 
     /// Whether clients may ask for a pull.

@@ -243,7 +243,7 @@ async fn hub(config: &Config) -> Finding {
         return Finding::good(WHAT, format!("{endpoint} is not asked: HF_HUB_OFFLINE is set"));
     }
     let hub = Hub::new(config.hub.clone(), Arc::new(pipelines::families()));
-    match hub.greet().await {
+    match hub.check().await {
         Ok(Login::Token) => Finding::good(WHAT, format!("{endpoint} answers and accepts the token")),
         Ok(Login::Anonymous) => Finding::good(
             WHAT,

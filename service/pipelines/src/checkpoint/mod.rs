@@ -37,4 +37,6 @@ pub(crate) use single_file::{
 };
 pub(crate) use spec::{Layout, Rows, TensorSpec};
 pub(crate) use stored::{Checkpoint, heads};
-pub(crate) use transformer::{Naming, TransformerFiles, TransformerPlace, of_base, rotary_axes};
+pub(crate) use transformer::{
+    Naming, TransformerFiles, TransformerPlace, length_in_diffusers, of_base, rotary_axes,
+};

@@ -116,8 +116,11 @@ struct OtherName {
 }
 
 const fn renamed(name: &'static str, in_file: &'static str) -> OtherName {
-    let share = None;
-    OtherName { name, in_file, share }
+    OtherName {
+        name,
+        in_file,
+        share: None,
+    }
 }
 
 const fn fused(name: &'static str, in_file: &'static str, share: usize) -> OtherName {
@@ -166,19 +169,36 @@ const OTHER_NAMES: [OtherName; 30] = [
     renamed("feed_forward.w2", "feed_forward.net.2"),
 ];
 
-/// The place of a tensor in a file with diffusers' names: a tensor of its name, of another name, or rows of one of a fused layer.
-fn in_diffusers(spec: TensorSpec, checkpoint: &Checkpoint) -> TensorSpec {
-    let whole = TensorSpec::whole(spec.name, spec.shape);
-    if checkpoint.has(&whole.name) {
-        return whole;
+/// The other name in a file of the tensor that diffusers calls so, and which share of its rows it is.
+fn other_name(name: &str, checkpoint: &Checkpoint) -> Option<(String, Option<usize>)> {
+    if checkpoint.has(name) {
+        return None;
     }
-    let found = OTHER_NAMES.iter().find_map(|other| {
-        let (layer, kind) = whole.name.rsplit_once('.')?;
+    let (layer, kind) = name.rsplit_once('.')?;
+    OTHER_NAMES.iter().find_map(|other| {
         let block = layer.strip_suffix(other.name)?.strip_suffix('.')?;
         let tensor = format!("{block}.{}.{kind}", other.in_file);
         checkpoint.has(&tensor).then_some((tensor, other.share))
-    });
-    match found {
+    })
+}
+
+/// The length of an axis of a tensor by its name in diffusers, whatever the file calls it.
+///
+/// # Errors
+/// As [`Checkpoint::length`].
+pub(crate) fn length_in_diffusers(
+    checkpoint: &Checkpoint,
+    name: &str,
+    axis: usize,
+) -> Result<usize, ModelError> {
+    let other = other_name(name, checkpoint);
+    checkpoint.length(other.as_ref().map_or(name, |(other, _)| other), axis)
+}
+
+/// The place of a tensor in a file with diffusers' names: a tensor of its name, of another name, or rows of one of a fused layer.
+fn in_diffusers(spec: TensorSpec, checkpoint: &Checkpoint) -> TensorSpec {
+    let whole = TensorSpec::whole(spec.name, spec.shape);
+    match other_name(&whole.name, checkpoint) {
         None => whole,
         Some((tensor, None)) => TensorSpec { tensor, ..whole },
         Some((tensor, Some(share))) => {

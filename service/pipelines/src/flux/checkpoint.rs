@@ -14,7 +14,9 @@ use std::path::Path;
 use super::config::TransformerConfig;
 use super::layout::{NAMES, layout};
 use crate::ModelError;
-use crate::checkpoint::{Checkpoint, Marks, Naming, TensorSpec, TransformerFiles, heads, rotary_axes};
+use crate::checkpoint::{
+    Checkpoint, Marks, Naming, TensorSpec, TransformerFiles, heads, length_in_diffusers, rotary_axes,
+};
 
 /// The supported pipeline classes.
 pub(super) const PIPELINES: [&str; 4] = [
@@ -61,9 +63,6 @@ pub(super) const MARKS: Marks = Marks {
     sidecar_keys: &[],
 };
 
-/// The norm of queries in the first block of Nunchaku's files.
-const NORM_OF_NUNCHAKU: &str = "transformer_blocks.0.norm_q.weight";
-
 impl TransformerFiles for TransformerConfig {
     const WHAT: &'static str = "a FLUX transformer";
 
@@ -98,10 +97,7 @@ impl TransformerFiles for TransformerConfig {
                 "context_embedder.weight",
                 "time_text_embed.text_embedder.linear_1.weight",
                 "time_text_embed.guidance_embedder.linear_1.weight",
-                match checkpoint.has(NORM_OF_NUNCHAKU) {
-                    true => NORM_OF_NUNCHAKU,
-                    false => "transformer_blocks.0.attn.norm_q.weight",
-                },
+                "transformer_blocks.0.attn.norm_q.weight",
                 "proj_out.weight",
                 "transformer_blocks",
                 "single_transformer_blocks",
@@ -111,7 +107,7 @@ impl TransformerFiles for TransformerConfig {
             |name| checkpoint.length(name, 0),
             |name| checkpoint.length(name, 1),
         );
-        let head = rows(norm)?;
+        let head = length_in_diffusers(checkpoint, norm, 0)?;
         Ok(TransformerConfig {
             in_channels: columns(picture_in)?,
             out_channels: Some(rows(out)?),
