@@ -69,6 +69,34 @@ pub(crate) enum Part<'a> {
     I64(&'a mut [i64]),
 }
 
+/// Where numbers are read from.
+pub(crate) trait ReadAt {
+    /// Fills `to` with the bytes from `offset` on.
+    ///
+    /// # Errors
+    /// [`std::io::ErrorKind::UnexpectedEof`] if there are fewer; errors of the system.
+    fn fill(&self, to: &mut [u8], offset: u64) -> std::io::Result<()>;
+}
+
+impl ReadAt for File {
+    fn fill(&self, to: &mut [u8], offset: u64) -> std::io::Result<()> {
+        self.read_exact_at(to, offset)
+    }
+}
+
+impl ReadAt for [u8] {
+    fn fill(&self, to: &mut [u8], offset: u64) -> std::io::Result<()> {
+        let from = usize::try_from(offset).ok().and_then(|at| self.get(at..));
+        match from.and_then(|from| from.get(..to.len())) {
+            Some(from) => {
+                to.copy_from_slice(from);
+                Ok(())
+            }
+            None => Err(std::io::ErrorKind::UnexpectedEof.into()),
+        }
+    }
+}
+
 /// Whether numbers of this stored type can become a tensor of that dtype. Integers stay integers or become floats;
 /// floats never become integers.
 pub(crate) fn converts(stored: Stored, target: DType) -> bool {
@@ -202,16 +230,21 @@ impl<'a> Part<'a> {
         }
     }
 
-    /// Fills the slice with the numbers at `offset` in the file. Without a conversion the bytes are read in place and
+    /// Fills the slice with the numbers at `offset` in the file, or in bytes. Without a conversion the bytes are read in place and
     /// NaN keeps its payload; otherwise NaN stays NaN.
-    pub(crate) fn read(self, file: &File, offset: u64, stored: Stored) -> std::io::Result<()> {
+    pub(crate) fn read(
+        self,
+        file: &(impl ReadAt + ?Sized),
+        offset: u64,
+        stored: Stored,
+    ) -> std::io::Result<()> {
         match (self, stored) {
-            (Part::F32(to), Stored::F32) => file.read_exact_at(as_bytes(to), offset),
-            (Part::F64(to), Stored::F64) => file.read_exact_at(as_bytes(to), offset),
-            (Part::F16(to), Stored::F16) => file.read_exact_at(as_bytes(to), offset),
-            (Part::Bf16(to), Stored::Bf16) => file.read_exact_at(as_bytes(to), offset),
-            (Part::I64(to), Stored::I64) => file.read_exact_at(as_bytes(to), offset),
-            (Part::U8(to), Stored::U8) => file.read_exact_at(to, offset),
+            (Part::F32(to), Stored::F32) => file.fill(as_bytes(to), offset),
+            (Part::F64(to), Stored::F64) => file.fill(as_bytes(to), offset),
+            (Part::F16(to), Stored::F16) => file.fill(as_bytes(to), offset),
+            (Part::Bf16(to), Stored::Bf16) => file.fill(as_bytes(to), offset),
+            (Part::I64(to), Stored::I64) => file.fill(as_bytes(to), offset),
+            (Part::U8(to), Stored::U8) => file.fill(to, offset),
             (Part::F32(to), stored) => read_f32(file, offset, stored, to),
             (Part::F64(to), stored) => read_f64(file, offset, stored, to),
             (Part::F16(to), stored) => read_f16(file, offset, stored, to),
@@ -231,7 +264,7 @@ fn not_converted() -> std::io::Error {
 
 /// Reads piece by piece through a buffer of the stored type, converting each piece.
 fn through<S: Plain, D>(
-    file: &File,
+    file: &(impl ReadAt + ?Sized),
     offset: u64,
     to: &mut [D],
     convert: impl Fn(&[S], &mut [D]),
@@ -241,7 +274,7 @@ fn through<S: Plain, D>(
     for piece in to.chunks_mut(PIECE) {
         let from = &mut buffer[..piece.len()];
         let bytes = as_bytes(from);
-        file.read_exact_at(bytes, offset)?;
+        file.fill(bytes, offset)?;
         offset += bytes.len() as u64;
         convert(from, piece);
     }
@@ -255,9 +288,14 @@ fn each<S: Copy, D>(from: &[S], to: &mut [D], convert: impl Fn(S) -> D) {
     }
 }
 
-fn read_f32(file: &File, offset: u64, stored: Stored, to: &mut [f32]) -> std::io::Result<()> {
+fn read_f32(
+    file: &(impl ReadAt + ?Sized),
+    offset: u64,
+    stored: Stored,
+    to: &mut [f32],
+) -> std::io::Result<()> {
     match stored {
-        Stored::F32 => file.read_exact_at(as_bytes(to), offset),
+        Stored::F32 => file.fill(as_bytes(to), offset),
         // bf16 is the upper half of f32: a shift vectorizes, where `to_f32` branches.
         Stored::Bf16 => through(file, offset, to, |from: &[bf16], to| {
             each(from, to, |x| f32::from_bits(u32::from(x.to_bits()) << 16));
@@ -272,9 +310,14 @@ fn read_f32(file: &File, offset: u64, stored: Stored, to: &mut [f32]) -> std::io
     }
 }
 
-fn read_f64(file: &File, offset: u64, stored: Stored, to: &mut [f64]) -> std::io::Result<()> {
+fn read_f64(
+    file: &(impl ReadAt + ?Sized),
+    offset: u64,
+    stored: Stored,
+    to: &mut [f64],
+) -> std::io::Result<()> {
     match stored {
-        Stored::F64 => file.read_exact_at(as_bytes(to), offset),
+        Stored::F64 => file.fill(as_bytes(to), offset),
         Stored::F32 => through(file, offset, to, |from: &[f32], to| each(from, to, f64::from)),
         Stored::Bf16 => through(file, offset, to, |from: &[bf16], to| each(from, to, bf16::to_f64)),
         Stored::F16 => through(file, offset, to, |from: &[f16], to| from.convert_to_f64_slice(to)),
@@ -290,9 +333,14 @@ fn read_f64(file: &File, offset: u64, stored: Stored, to: &mut [f64]) -> std::io
     }
 }
 
-fn read_f16(file: &File, offset: u64, stored: Stored, to: &mut [f16]) -> std::io::Result<()> {
+fn read_f16(
+    file: &(impl ReadAt + ?Sized),
+    offset: u64,
+    stored: Stored,
+    to: &mut [f16],
+) -> std::io::Result<()> {
     match stored {
-        Stored::F16 => file.read_exact_at(as_bytes(to), offset),
+        Stored::F16 => file.fill(as_bytes(to), offset),
         Stored::F32 => through(file, offset, to, |from: &[f32], to| {
             to.convert_from_f32_slice(from)
         }),
@@ -316,9 +364,14 @@ fn read_f16(file: &File, offset: u64, stored: Stored, to: &mut [f16]) -> std::io
     }
 }
 
-fn read_bf16(file: &File, offset: u64, stored: Stored, to: &mut [bf16]) -> std::io::Result<()> {
+fn read_bf16(
+    file: &(impl ReadAt + ?Sized),
+    offset: u64,
+    stored: Stored,
+    to: &mut [bf16],
+) -> std::io::Result<()> {
     match stored {
-        Stored::Bf16 => file.read_exact_at(as_bytes(to), offset),
+        Stored::Bf16 => file.fill(as_bytes(to), offset),
         Stored::F32 => through(file, offset, to, |from: &[f32], to| {
             to.convert_from_f32_slice(from)
         }),

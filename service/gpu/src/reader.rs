@@ -689,11 +689,14 @@ pub(crate) fn read_part(part: Part<'_>, source: &TensorSource, read: &Read<'_>) 
         Origin::File { file, offset } => (file, offset),
         Origin::Inline(bytes) => {
             return match part {
+                // Of a quantized weight: bytes in the layout of its format.
                 Part::U8(to) => {
                     to.copy_from_slice(bytes);
                     Ok(())
                 }
-                _ => Err(no_conversion(source)),
+                part => part
+                    .read(bytes, 0, source.stored)
+                    .map_err(|_| no_conversion(source)),
             };
         }
     };
@@ -801,5 +804,23 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn numbers_in_bytes_are_converted_as_those_of_a_file() {
+        let numbers = [1.5_f32, -2.0, 0.0, 3.0e38];
+        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+        let mut narrow = [bf16::ZERO; 3];
+        let part = Part::Bf16(&mut narrow);
+        part.read(bytes.as_slice(), 4, Stored::F32).unwrap();
+        assert_eq!(narrow, [-2.0, 0.0, 3.0e38].map(bf16::from_f32));
+        let mut same = [0.0; 4];
+        let part = Part::F32(&mut same);
+        part.read(bytes.as_slice(), 0, Stored::F32).unwrap();
+        assert_eq!(same, numbers);
+        let short = Part::F32(&mut same)
+            .read(&bytes[..15], 0, Stored::F32)
+            .unwrap_err();
+        assert_eq!(short.kind(), std::io::ErrorKind::UnexpectedEof);
     }
 }
