@@ -17,8 +17,8 @@ from bench import Bench, Running
 from formats import FULL, in_format
 from speed import _denoise, _options
 
-RANKS = {16: 1.05, 128: 1.12}
-"""Rank of an adapter, and what a step with it may take of the base's."""
+RANKS = {16: (1.03, 1.05), 128: (1.06, 1.10)}
+"""Rank of an adapter, and what a step with it may take of the base's: in full precision, and in formats."""
 ATTACHED_BYTES = 300 << 20
 ATTACH_MS = 50.0
 FORMATS = (FULL, "fp8", "int8", "nf4")
@@ -86,17 +86,30 @@ def adapters(bench: Bench) -> None:
     rank = rank_of(sizes, ATTACHED_BYTES)
     for number in range(ATTACHES):
         write_adapter(folder / f"new-{number}.safetensors", sizes, rank, 1000 + number)
-    with bench.serve(settings=(f'models.adapters=["{folder}"]',)) as running:
+    settings = (f'models.adapters=["{folder}"]',)
+    with bench.serve(settings=settings) as running:
         for name in FORMATS:
             key = f"adapters.step.{name}"
             ms = _median(bench, running, name, side)
             bench.record.add(key, f"step, {name}, {side}x{side}", ms, "ms")
-            for rank, share in RANKS.items():
+            for rank, (share, _) in RANKS.items():
                 ms = _median(bench, running, name, side, moored.Adapter(f"rank-{rank}"))
                 told = f"step, {name}, with an adapter of rank {rank}"
-                bench.record.add(f"{key}.{rank}", told, ms, "ms", share=share, share_of=key)
+                wanted = {"share": share, "share_of": key} if name == FULL else {}
+                bench.record.add(f"{key}.{rank}", told, ms, "ms", **wanted)
             if name == FULL:
                 _attach(bench, running, side)
+            running.client.unload(timeout=60)
+    with bench.serve(settings=(*settings, 'cards.adapter_copies="always"')) as running:
+        for name in FORMATS:
+            if name == FULL:
+                continue
+            for rank, (_, share) in RANKS.items():
+                key = f"adapters.step.{name}"
+                ms = _median(bench, running, name, side, moored.Adapter(f"rank-{rank}"))
+                told = f"step, {name}, with an adapter of rank {rank}, with copies"
+                told_of = {"share": share, "share_of": key}
+                bench.record.add(f"{key}.{rank}.copies", told, ms, "ms", **told_of)
             running.client.unload(timeout=60)
 
 

@@ -28,6 +28,7 @@ import stream_host
 import stream_mixed
 import stream_start
 import streaming
+import svdquant
 from bench import FULL, ROOT, SMALL, Bench, NeedsCard, Scale
 from figures import PartResult, Recorder, Results, read_part, table
 
@@ -39,6 +40,7 @@ PARTS = (
     | others.PARTS
     | formats.PARTS
     | speed.PARTS
+    | svdquant.PARTS
     | adapters.PARTS
 )
 for module in STREAMED:
@@ -49,7 +51,7 @@ SUITES = {
         "make link load unload swap cancel poison kill hang decode oom held repeat pictures peers drift"
     ).split(),
     "quantization": "make link formats kept cold mixed bitsandbytes".split(),
-    "speed": ["make", "link", *speed.PARTS],
+    "speed": ["make", "link", *speed.PARTS, *svdquant.PARTS],
     "adapters": ["make", "link", *adapters.PARTS],
     "streaming": ["make", "link", *(part for module in STREAMED for part in module.PARTS)],
 }
@@ -66,6 +68,7 @@ LIMITS_S = (
         "bitsandbytes": 300.0,
     }
     | speed.LIMITS_S
+    | svdquant.LIMITS_S
     | adapters.LIMITS_S
 )
 for module in STREAMED:

@@ -132,7 +132,8 @@ def rates(peer: Peer) -> None:
 def step(peer: Peer, ways: list[str], shapes: list[str]) -> None:
     """diffusers' transformer: forward passes at each shape, `WIDTHxHEIGHTxPICTURES`, in each way.
 
-    `eager`, or `compiled`: block by block, `compile_repeated_blocks`.
+    `eager`, `compiled`: block by block, `compile_repeated_blocks`, or `tuned`: the whole model with the
+    algorithms of its products timed (`max-autotune`), which takes minutes to compile.
     """
     import diffusers
 
@@ -147,12 +148,16 @@ def step(peer: Peer, ways: list[str], shapes: list[str]) -> None:
                 torch.compiler.reset()
                 backend = "inductor" if peer.on_card else "eager"
                 model.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=backend)
+            run = model
+            if way == "tuned":
+                torch.compiler.reset()
+                run = torch.compile(model, dynamic=False, mode="max-autotune-no-cudagraphs")
             with torch.no_grad():
                 began = time.perf_counter()
-                model(**given, return_dict=False)
+                run(**given, return_dict=False)
                 peer.synchronize()
                 first_s = time.perf_counter() - began
-                ms = peer.median_ms(lambda given=given: model(**given, return_dict=False))
+                ms = peer.median_ms(lambda given=given, run=run: run(**given, return_dict=False))
             versions = f"diffusers {diffusers.__version__}, torch {torch.__version__}"
             say(way=way, shape=shape, ms=ms, first_s=first_s, versions=versions)
 
@@ -272,7 +277,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument(
-        "--ways", default="eager", help="step: eager, compiled; film: resident, leaf, block"
+        "--ways", default="eager", help="step: eager, compiled, tuned; film: resident, leaf, block"
     )
     parser.add_argument("--shapes", default="1024x1024x1", help="for step: WIDTHxHEIGHTxPICTURES")
     parser.add_argument("--frames", type=int, default=49, help="for film")

@@ -44,6 +44,7 @@ VAE_SHARES = {"decode": 0.42, "encode": 0.6}
 DECODE_SCRATCH_GB = 2.0
 TEXT_MS = 35.0
 REQUEST_S = {FULL: 3.6, "fp8": 2.6}
+CACHED = (0.0, 0.05, 0.08, 0.12, 0.3, 1.0)
 FIRST_STEPS = 4
 RESTED = "the caches left after a rest"
 FIRST_S = {"empty caches": 4.0, "the caches left": 2.0, RESTED: 2.0}
@@ -67,6 +68,7 @@ PEER_SECONDS = {
 LIMITS_S = {
     "speed-steps": 120.0,
     "speed-request": 240.0,
+    "speed-cached": 240.0,
     "speed-peers": 260.0,
     "speed-sizes-peers": 240.0,
     "speed-cpu": 120.0,
@@ -218,6 +220,32 @@ def request(bench: Bench) -> None:
             seconds = statistics.median(taken[1:])
             bench.record.add(f"speed.request.{name}", what, seconds, "s", target=target)
             running.client.unload(timeout=60)
+
+
+def cached(bench: Bench) -> None:
+    """Denoising with passes left out (`step_cache`), beside all of them.
+
+    How many are left out depends on the weights: a random transformer's first block changes more from step to
+    step than a trained one's.
+    """
+    side, count = bench.scale.picture, bench.scale.request_steps
+    with _serve_flux(bench) as running:
+        whole = 0.0
+        for change in CACHED:
+            taken, left_out = [], 0
+            for _ in range(bench.scale.request_rounds + 1):
+                options = _options(FULL, side, side) | {"steps": count, "step_cache": change}
+                result = running.client.generate_image("passes left out", **options)
+                stage = next(one for one in result.stages if one.name == "denoise")
+                taken.append(stage.run_ms)
+                left_out = stage.passes_left_out
+            ms = statistics.median(taken[1:])
+            whole = whole or ms
+            what = (
+                f"{count} steps at {side}x{side}, step_cache {change}: {left_out} passes left out"
+            )
+            bench.record.add(f"speed.cached.{change}", what, ms / 1e3, "s")
+            bench.record.note(f"{whole / ms:.2f} times as fast")
 
 
 def first(bench: Bench) -> None:
@@ -531,6 +559,7 @@ PARTS = {
     "speed-vae": vae,
     "speed-text": text,
     "speed-request": request,
+    "speed-cached": cached,
     "speed-peers": peers,
     "speed-bitsandbytes": bitsandbytes,
     "speed-sizes": sizes,
