@@ -8,7 +8,7 @@ use std::time::Duration;
 use access::{Certificates, Fingerprint, OWN_CERTIFICATE, OWN_KEY};
 use gpu::ProfileName;
 use model::{Image, Medium, PIXELS_PER_TOKEN, Request, RequestError};
-use ops::Fp8Products;
+use ops::{AdapterCopies, Fp8Products};
 use residency::{Bytes, Policy};
 
 use super::layers::Bound;
@@ -153,6 +153,14 @@ impl CardSettings {
                     ("auto", Fp8Products::Auto),
                     ("never", Fp8Products::Never),
                     ("always", Fp8Products::Always),
+                ],
+            ),
+            adapter_copies: r.choice(
+                "cards.adapter_copies",
+                &[
+                    ("exact", AdapterCopies::Exact),
+                    ("never", AdapterCopies::Never),
+                    ("always", AdapterCopies::Always),
                 ],
             ),
         }

@@ -3,7 +3,7 @@
 
 use model::Rung;
 use residency::{
-    Bytes, Component, Ledger, Millis, Move, Policy, StageNeed, Verdict, WaitCause, freed_by, plan,
+    Bytes, Component, Ledger, Millis, Move, Part, Policy, StageNeed, Verdict, WaitCause, freed_by, plan,
     plan_low_memory,
 };
 
@@ -50,9 +50,17 @@ pub struct LowAdmission {
 
 /// Chooses a rung: the first exact one that runs without evictions, else the first exact one that runs (exact ones differ in the last
 /// bits where a library computes pieces of other sizes by other algorithms, so the first is preferred); those that leave
-/// components in the machine's memory by the same rule only if no other exact one runs, and approximate ones after that. An
+/// components in the machine's memory by the same rule only if no other exact one runs, and approximate ones after that. One that keeps
+/// copies of weights is chosen only where it needs nothing but loads. An
 /// empty list is a plain load: the components without scratch, rung 0.
 pub fn choose_rung(ledger: &Ledger, need: &Need, policy: Policy, now: Millis) -> Admission {
+    let is_in_free_memory = |rung: usize| need.rungs().get(rung).is_some_and(|rung| !rung.copies.is_empty());
+    let is_whole =
+        |component: &Component| ledger.resident(&component.id).is_none() || ledger.is_whole(&component.id);
+    // Copies are made where all components are on the card, or will be, without a component that goes for it.
+    let only_loads = |moves: &[Move]| {
+        need.components.iter().all(is_whole) && moves.iter().all(|m| matches!(m, Move::Load(_, Part::WHOLE)))
+    };
     let verdicts: Vec<(Kind, Verdict)> = ways(need)
         .map(|(kind, stage)| (kind, plan(ledger, &stage, policy, now)))
         .collect();
@@ -62,6 +70,11 @@ pub fn choose_rung(ledger: &Ledger, need: &Need, policy: Policy, now: Millis) ->
                 .iter()
                 .enumerate()
                 .find_map(|(rung, (of, verdict))| match verdict {
+                    Verdict::Run { moves }
+                        if is_in_free_memory(rung) && (evicting_too || !only_loads(moves)) =>
+                    {
+                        None
+                    }
                     Verdict::Run { moves } if *of == kind && (evicting_too || !evicts(ledger, moves)) => {
                         Some(Admission::Run {
                             rung,
@@ -190,6 +203,7 @@ mod tests {
             scratch: Bytes::gib(gib),
             approximate,
             from_host: Vec::new(),
+            copies: Vec::new(),
         }
     }
 
@@ -374,5 +388,63 @@ mod tests {
         let least = need.least();
         assert_eq!((least.peak(), least.components.len()), (Bytes::gib(8), 1));
         assert!(matches!(choose(&foreign(3)), Admission::Wait { .. }));
+    }
+
+    /// A rung that keeps copies of weights takes memory that is free: nothing goes for it, and nothing is waited for.
+    #[test]
+    fn copies_of_weights_are_kept_only_in_memory_that_is_free() {
+        let with_copies = Rung {
+            copies: vec!["layer".to_owned()],
+            ..rung("copies", 6, false)
+        };
+        let rungs = [with_copies, rung("whole", 2, false)];
+        let taken = |ledger: &Ledger| match chosen(ledger, &rungs) {
+            Admission::Run { rung, moves } => (rung, moves.len()),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(taken(&ledger_with(&[])), (0, 1), "it loads what it needs");
+        assert_eq!(
+            taken(&ledger_with(&[component("vae", 1), component("idle", 3)])),
+            (0, 0)
+        );
+        assert_eq!(
+            taken(&ledger_with(&[component("vae", 1), component("idle", 4)])),
+            (1, 0)
+        );
+        // Also where the other rung evicts, it evicts no more than that one needs.
+        assert_eq!(
+            taken(&ledger_with(&[component("vae", 1), component("idle", 8)])),
+            (1, 1)
+        );
+        let wait = chosen(&foreign(8), &rungs);
+        assert!(matches!(wait, Admission::Wait { rung: 1, .. }), "{wait:?}");
+    }
+
+    #[test]
+    fn copies_of_weights_are_not_kept_beside_a_component_of_which_a_part_is_streamed() {
+        let part = PartSize {
+            bytes: Bytes::gib(1),
+            streamed: Bytes::gib(1),
+            streamed_once: Bytes::ZERO,
+        };
+        let transformer = Component {
+            parts: Parts::new(Bytes::gib(2), std::iter::once(part), |_| {}),
+            ..component("transformer", 2)
+        };
+        let with_copies = Rung {
+            copies: vec!["layer".to_owned()],
+            ..rung("copies", 4, false)
+        };
+        let need = decode(transformer.clone(), &[with_copies, rung("whole", 1, false)]);
+        let taken = |part: Part| {
+            let mut ledger = Ledger::new(CARD, Bytes::ZERO);
+            ledger.begin_load(&transformer, part, Millis(0)).unwrap();
+            ledger.complete_load(&transformer.id, Millis(0)).unwrap();
+            match choose_rung(&ledger, &need, Policy::Shared, Millis(1)) {
+                Admission::Run { rung, .. } => rung,
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!((taken(Part::WHOLE), taken(Part(1))), (0, 1));
     }
 }

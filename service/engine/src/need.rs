@@ -43,11 +43,12 @@ impl Need {
     }
 
     /// The need without rungs that make no sense on this card. On the processor, components that a rung leaves in the machine's
-    /// memory would take the card's own memory, and no ledger would count them.
+    /// memory would take the card's own memory, and no ledger would count them; and it keeps no copies of weights.
     #[must_use]
     pub(crate) fn on_card(mut self, card: &CardDescription) -> Need {
         if let Some(plan) = self.plan.as_mut().filter(|_| card.kind == CardKind::Cpu) {
-            plan.rungs.retain(|rung| rung.from_host.is_empty());
+            plan.rungs
+                .retain(|rung| rung.from_host.is_empty() && rung.copies.is_empty());
         }
         self
     }
@@ -163,18 +164,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cpu_card_has_no_rung_that_reads_components_from_host_memory() {
-        let rung = |from_host: &[&str]| Rung {
+    fn a_cpu_card_has_no_rung_that_reads_components_from_host_memory_or_keeps_copies() {
+        let rung = |from_host: &[&str], copies: &[&str]| Rung {
             label: String::new(),
             scratch: Bytes::mib(1),
             approximate: false,
             from_host: from_host.iter().map(|&name| name.to_owned()).collect(),
+            copies: copies.iter().map(|&name| name.to_owned()).collect(),
         };
         let plan = StagePlan {
             name: "denoise".to_owned(),
             role: Role::Sample,
             components: vec!["adapter".to_owned()],
-            rungs: vec![rung(&[]), rung(&["adapter"])],
+            rungs: vec![rung(&[], &["layer"]), rung(&[], &[]), rung(&["adapter"], &[])],
             shape: String::new(),
             steps: 1,
             takes: Vec::new(),
@@ -200,6 +202,6 @@ mod tests {
             need.on_card(&card).rungs().len()
         };
         assert_eq!(rungs_on(CardKind::Cpu), 1);
-        assert_eq!(rungs_on(CardKind::Cuda), 2);
+        assert_eq!(rungs_on(CardKind::Cuda), 3);
     }
 }

@@ -127,7 +127,8 @@ impl ComponentSet {
         index.map(|index| self.loads[index].1.clone()).unwrap_or_default()
     }
 
-    fn sources(&self, name: &str) -> &[TensorSource] {
+    /// The tensors of a component that is read from files.
+    pub fn sources(&self, name: &str) -> &[TensorSource] {
         match self.load_plan(name) {
             Some(LoadPlan::Files(sources)) => sources,
             Some(LoadPlan::Synthetic(_)) | None => &[],

@@ -37,6 +37,10 @@ pub struct Rung {
     /// Names of components that need not be resident. They stay in host memory, and a layer's tensors are copied to the card
     /// when the layer runs. This is slower than evicting others for them, so it is tried later.
     pub from_host: Vec<String>,
+    /// Names of layers of which it keeps a copy of the weight as steps read it: with the terms of adapters, or in the order of a
+    /// filter. This is faster, and takes memory that is free: nothing is evicted, streamed or waited for it.
+    #[serde(default)]
+    pub copies: Vec<String>,
 }
 
 impl Rung {
@@ -47,12 +51,23 @@ impl Rung {
             scratch,
             approximate: false,
             from_host: Vec::new(),
+            copies: Vec::new(),
         }
     }
 
     /// The only rung of a stage that cannot be chunked.
     pub fn whole(scratch: Bytes) -> Rung {
         Rung::new("whole", scratch)
+    }
+
+    /// The same rung with copies of the weights of these layers, which take `further` bytes of scratch.
+    pub fn with_copies(&self, layers: Vec<String>, further: Bytes) -> Rung {
+        Rung {
+            label: WITH_COPIES.to_owned(),
+            scratch: self.scratch + further,
+            copies: layers,
+            ..self.clone()
+        }
     }
 
     /// The same rung with these adapters in host memory, and with `further` bytes of scratch for the copies of their tensors.
@@ -65,6 +80,9 @@ impl Rung {
         }
     }
 }
+
+/// Label of a rung that keeps copies of weights.
+const WITH_COPIES: &str = "copies of weights";
 
 /// Label of a rung that reads adapters from the machine's memory.
 const FROM_HOST: &str = "adapters from the machine's memory";

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use candle_core::{DType, Device, Result, Tensor};
-use gpu::{GgufType, InputShift, QuantizedWeight, Rotation, W4A8Codes, Weight, WeightFormat};
+use gpu::{Fp8Scales, GgufType, InputShift, QuantizedWeight, Rotation, W4A8Codes, Weight, WeightFormat};
 use serde::{Deserialize, Serialize};
 
 use crate::dequantize::sums_of_rows;
@@ -186,11 +186,10 @@ pub fn low_rank_scratch(shape: [usize; 2], rank: usize, tokens: usize, dtype: DT
 }
 
 /// Whether a card adds low-rank terms to a copy of the weight `[outputs, inputs]` rather than to the results: to read and
-/// write the weight moves fewer bytes than to read the rows, and to write and read their results. A byte of a weight takes
-/// an eighth longer (H200: 0.30 and 0.27 µs a MB).
-pub(crate) fn adapts_weight([outputs, inputs]: [usize; 2], tokens: usize) -> bool {
-    let (of_weight, of_rows) = (2 * outputs * inputs, tokens * (inputs + 2 * outputs));
-    of_weight + of_weight / 8 < of_rows
+/// write the weight moves no more bytes than to read the rows, and to write and read their results.
+#[must_use]
+pub fn adapts_weight([outputs, inputs]: [usize; 2], tokens: usize) -> bool {
+    2 * outputs * inputs <= tokens * (inputs + 2 * outputs)
 }
 
 /// Workspace shared by consecutive layers, allocated once per request. The CPU needs none.
@@ -378,6 +377,59 @@ pub fn linears_into<'a>(
         linear_into(x, layer, then, out, scratch)?;
     }
     Ok(())
+}
+
+/// Writes the weight of a layer with its low-rank terms to `out`, `[outputs, inputs]`, contiguous, in the dtype of the terms. On a
+/// card it is the copy that [`linear_into`] makes of a weight for many rows, to the bit.
+///
+/// # Errors
+/// When shapes or dtypes do not match; errors of [`dequantize()`] and of the device.
+pub fn adapted_weight(layer: &LinearLayer<'_>, out: &Tensor) -> Result<()> {
+    if out.dims() != layer.weight.dims() || !out.is_contiguous() {
+        candle_core::bail!(
+            "a weight {:?} with terms, written to {:?}",
+            layer.weight.dims(),
+            out.dims()
+        );
+    }
+    #[cfg(feature = "cuda")]
+    if out.device().is_cuda() {
+        return crate::cuda::adapted_weight(layer, out);
+    }
+    let mut whole = match layer.weight {
+        Weight::Full(weight) => weight.to_dtype(DType::F32)?,
+        Weight::Quantized(weight) => dequantize(weight, DType::F32)?,
+    };
+    for term in &layer.low_rank {
+        let (up, down) = (term.up.to_dtype(DType::F32)?, term.down.to_dtype(DType::F32)?);
+        whole = (whole + (up.matmul(&down)? * term.factor)?)?;
+    }
+    crate::copy_rows(&whole, out)
+}
+
+/// Quantizes a weight `[outputs, inputs]` of bf16 or f16 by rows to e4m3, into `bytes`, u8 in the layout of fp8 with a scale a row.
+/// Only cards with native products of fp8 do.
+///
+/// # Errors
+/// When it has other bytes, or inputs that are no multiple of 16; errors of the device.
+pub fn fp8_of_rows(weight: &Tensor, bytes: &Tensor) -> Result<QuantizedWeight> {
+    let (outputs, inputs) = weight.dims2()?;
+    let format = WeightFormat::Fp8(Fp8Scales::Rows);
+    let expected = format.bytes(outputs, inputs).0;
+    if bytes.dtype() != DType::U8 || bytes.elem_count() as u64 != expected || !bytes.is_contiguous() {
+        candle_core::bail!("a weight {:?} in fp8 has {expected} bytes", weight.dims());
+    }
+    let quantized = QuantizedWeight {
+        bytes: bytes.clone(),
+        format,
+        shape: vec![outputs, inputs],
+    };
+    #[cfg(feature = "cuda")]
+    if bytes.device().is_cuda() {
+        crate::cuda::quantize_weight(weight, &quantized)?;
+        return Ok(quantized);
+    }
+    candle_core::bail!("{quantized:?} is quantized by cards alone")
 }
 
 fn on_cpu(x: &Tensor, layer: &LinearLayer<'_>, then: Epilogue, out: &Tensor) -> Result<()> {

@@ -4,7 +4,7 @@ use candle_core::{DType, Device, Tensor};
 use gpu::{MissingTensor, Weight};
 use ops::{Activation, Epilogue, LayerTo, LinearLayer, Scratch};
 
-use crate::adapters::{AdaptedTensors, LayerTerm};
+use crate::adapters::{AdaptedTensors, Copy, LayerTerm};
 
 /// Layers over the same rows whose terms may be computed at once: the projections of an attention.
 pub(crate) const SIDE_BY_SIDE: usize = 3;
@@ -16,6 +16,8 @@ pub(crate) struct Linear {
     weight: Weight,
     bias: Option<Tensor>,
     terms: Vec<LayerTerm>,
+    /// The weight with the terms, where a copy is kept.
+    copy: Option<Copy>,
 }
 
 impl Linear {
@@ -49,6 +51,7 @@ impl Linear {
     ) -> Result<Linear, MissingTensor> {
         let weight = tensors.shaped_weight(&format!("{name}.weight"), &[outputs, inputs])?;
         Ok(Linear {
+            copy: tensors.copy_of(name, &weight),
             weight,
             bias: None,
             terms: tensors.terms(name, inputs, outputs)?,
@@ -77,6 +80,7 @@ impl Linear {
                 name: whole.to_owned(),
                 problem: error.to_string(),
             })?,
+            copy: None,
             ..Linear::new(tensors, name, inputs, outputs)?
         })
     }
@@ -87,6 +91,7 @@ impl Linear {
             weight: Weight::Full(weight),
             bias,
             terms: Vec::new(),
+            copy: None,
         }
     }
 
@@ -113,11 +118,22 @@ impl Linear {
             weight: Weight::Full(weight),
             bias: Some(tensors.shaped(&format!("{name}.bias"), &[outputs])?),
             terms: tensors.terms(name, inputs, outputs)?,
+            copy: None,
         })
     }
 
     /// The layer at the current strengths of its adapters, whose terms are on `device`.
     fn now(&self, device: &Device) -> candle_core::Result<LinearLayer<'_>> {
+        match &self.copy {
+            None => self.with_terms(device),
+            Some(copy) => {
+                let weight = copy.weight(|| self.with_terms(device))?;
+                Ok(LinearLayer::new(weight, self.bias.as_ref()))
+            }
+        }
+    }
+
+    fn with_terms(&self, device: &Device) -> candle_core::Result<LinearLayer<'_>> {
         let terms = self.terms.iter().map(|term| term.now(device));
         let terms = terms.collect::<candle_core::Result<Vec<_>>>()?;
         Ok(LinearLayer {
@@ -165,7 +181,7 @@ impl Linear {
     /// # Errors
     /// Errors of the device.
     pub(crate) fn takes_codes(&self, dtype: DType) -> candle_core::Result<bool> {
-        if !self.terms.is_empty() {
+        if !self.terms.is_empty() && self.copy.is_none() {
             return Ok(false);
         }
         let device = match &self.weight {

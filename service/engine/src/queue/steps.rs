@@ -210,6 +210,7 @@ mod tests {
                 scratch: Bytes::ZERO,
                 approximate: false,
                 from_host: Vec::new(),
+                copies: Vec::new(),
             }],
             shape: String::new(),
             steps: 1,

@@ -128,6 +128,7 @@ fn rung(label: &str, bytes: u64) -> Rung {
         scratch: Bytes(bytes),
         approximate: false,
         from_host: Vec::new(),
+        copies: Vec::new(),
     }
 }
 

@@ -191,7 +191,9 @@ fn fit_on(needs: &[Need], room: &Room) -> Option<Fit> {
 fn stage_sizes(need: &Need) -> StageSizes {
     let plan = need.plan.as_ref().unwrap();
     // Exact ways are tried before approximate ones.
-    let (approximate, exact): (Vec<_>, Vec<_>) = plan.rungs.iter().partition(|rung| rung.approximate);
+    // Copies of weights are kept where memory is free: nobody needs it.
+    let needed = plan.rungs.iter().filter(|rung| rung.copies.is_empty());
+    let (approximate, exact): (Vec<_>, Vec<_>) = needed.partition(|rung| rung.approximate);
     StageSizes {
         name: plan.name.clone(),
         components: need.components.iter().map(|c| c.name.clone()).collect(),

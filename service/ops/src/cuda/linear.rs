@@ -184,6 +184,47 @@ pub(crate) fn linear_into(
     }
 }
 
+/// [`crate::adapted_weight`], with validated shapes.
+pub(crate) fn adapted_weight(layer: &LinearLayer<'_>, out: &Tensor) -> Result<()> {
+    let device = out.device().as_cuda_device()?;
+    let to = address_of(out)?;
+    let from = match layer.weight {
+        Weight::Full(weight) if weight.dtype() == out.dtype() && weight.is_contiguous() => {
+            if layer.low_rank.is_empty() {
+                return crate::copy_rows(weight, out);
+            }
+            address_of(weight)?
+        }
+        Weight::Full(weight) => {
+            candle_core::bail!("a copy in {:?} of a weight of {:?}", out.dtype(), weight.dtype())
+        }
+        Weight::Quantized(weight) => {
+            dequantize_to_address(weight, out.dtype(), to)?;
+            to
+        }
+    };
+    let product = Layer {
+        device,
+        card: &*Card::of(device)?,
+        stream: &device.cuda_stream(),
+        outputs: layer.weight.dims()[0],
+        bias: None,
+        then: Epilogue::None,
+        adds: false,
+        out,
+        scratch: &Scratch::new(0, out.device())?,
+    };
+    product.add_to_weights(&[layer], &[from], to)
+}
+
+/// Quantizes the rows of a weight to the codes and scales of one in fp8.
+pub(crate) fn quantize_weight(weight: &Tensor, quantized: &QuantizedWeight) -> Result<()> {
+    let device = weight.device().as_cuda_device()?;
+    let (_, columns) = weight.dims2()?;
+    let at = stored_codes(quantized)?;
+    quantize_rows(&*Card::of(device)?, &device.cuda_stream(), weight, columns, at)
+}
+
 /// `out += x weightᵀ + bias`, rounded once: `x` is `[n, inputs]`, `weight` `[outputs, .., inputs]` and contiguous, `out`
 /// `[n, outputs]`. Shapes are validated by the caller.
 pub(crate) fn add_product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, out: &Tensor) -> Result<()> {

@@ -11,6 +11,7 @@ use gpu::{ComponentTensors, MissingTensor, Weight};
 use ops::{Filter, Gate, LowRank, Onto, Steps};
 
 use super::StrengthCurve;
+use super::copies::{Copies, Copy};
 use super::open::AdapterPart;
 use crate::StageError;
 
@@ -138,12 +139,17 @@ struct AttachedAdapter {
 
 /// The adapters that a request attaches to one component.
 #[derive(Clone, Default)]
-pub(crate) struct AttachedAdapters(Vec<AttachedAdapter>);
+pub(crate) struct AttachedAdapters {
+    all: Vec<AttachedAdapter>,
+    /// Copies of weights with their terms.
+    copies: Copies,
+    dtype: Option<DType>,
+}
 
 impl fmt::Debug for AttachedAdapters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list()
-            .entries(self.0.iter().map(|attached| &attached.component))
+            .entries(self.all.iter().map(|attached| &attached.component))
             .finish()
     }
 }
@@ -151,7 +157,7 @@ impl fmt::Debug for AttachedAdapters {
 impl AttachedAdapters {
     /// Adds an adapter's part with its tensors, at the strengths of a curve.
     pub(super) fn add(&mut self, part: &AdapterPart, tensors: Arc<ComponentTensors>, curve: StrengthCurve) {
-        self.0.push(AttachedAdapter {
+        self.all.push(AttachedAdapter {
             component: part.component.clone(),
             tensors,
             scales: Arc::clone(&part.scales),
@@ -160,14 +166,23 @@ impl AttachedAdapters {
         });
     }
 
+    /// The same adapters, with copies of weights in this dtype.
+    pub(super) fn with_copies(self, copies: Copies, dtype: DType) -> AttachedAdapters {
+        AttachedAdapters {
+            copies,
+            dtype: Some(dtype),
+            ..self
+        }
+    }
+
     /// Whether strengths are the same in every step.
     pub(crate) fn are_constant(&self) -> bool {
-        self.0.iter().all(|attached| attached.curve.is_constant())
+        self.all.iter().all(|attached| attached.curve.is_constant())
     }
 
     /// Sets the strengths of step `step` (from 0) of `steps`, for all layers.
     pub(crate) fn set_step(&self, step: usize, steps: usize) {
-        for attached in &self.0 {
+        for attached in &self.all {
             attached.strength.set(attached.curve.at(step, steps));
         }
     }
@@ -177,7 +192,7 @@ impl AttachedAdapters {
     /// # Errors
     /// When a tensor is missing.
     fn of_layer(&self, layer: &str, inputs: usize, outputs: usize) -> Result<Vec<LayerTerm>, MissingTensor> {
-        let with_layer = self.0.iter().filter_map(|attached| {
+        let with_layer = self.all.iter().filter_map(|attached| {
             let scale = attached.scales.get(layer)?;
             Some((attached, *scale))
         });
@@ -204,7 +219,7 @@ impl AttachedAdapters {
     /// # Errors
     /// When a tensor is missing.
     fn of_convolution(&self, layer: &str, weight: &[usize]) -> Result<Vec<ConvolutionTerm>, MissingTensor> {
-        let with_layer = self.0.iter().filter_map(|attached| {
+        let with_layer = self.all.iter().filter_map(|attached| {
             let scale = attached.scales.get(layer)?;
             Some((attached, *scale))
         });
@@ -232,7 +247,7 @@ impl AttachedAdapters {
     /// # Errors
     /// Errors of the device.
     pub(crate) fn not_finite(&self) -> candle_core::Result<Option<(&str, String)>> {
-        for attached in &self.0 {
+        for attached in &self.all {
             for layer in attached.scales.keys() {
                 for name in ["down", "up"].map(|factor| format!("{layer}.{factor}")) {
                     let Ok(tensor) = attached.tensors.get(&name) else {
@@ -291,6 +306,17 @@ impl<'a> AdaptedTensors<'a> {
         outputs: usize,
     ) -> Result<Vec<LayerTerm>, MissingTensor> {
         self.adapters.of_layer(layer, inputs, outputs)
+    }
+
+    /// Whether a copy of the weight of a layer of this name is kept.
+    pub(crate) fn keeps_copy(&self, layer: &str) -> bool {
+        self.adapters.copies.has(layer)
+    }
+
+    /// The copy of the weight of a layer of this name with its terms, if one is kept.
+    pub(crate) fn copy_of(&self, layer: &str, weight: &Weight) -> Option<Copy> {
+        let dtype = self.adapters.dtype?;
+        self.adapters.copies.of_layer(layer, weight, dtype)
     }
 
     /// The terms of a convolution of this name, with a weight of this shape.

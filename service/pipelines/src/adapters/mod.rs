@@ -7,6 +7,7 @@
 //! identity.
 
 mod attached;
+mod copies;
 mod open;
 mod scales;
 mod set;
@@ -16,6 +17,7 @@ mod targets;
 pub(crate) use model::{AdapterError, AdapterFile, AdapterKind, AdapterReport, AdapterUse, StrengthCurve};
 
 pub(crate) use attached::{AdaptedTensors, AttachedAdapters, ConvolutionTerm, LayerTerm};
+pub(crate) use copies::Copy;
 pub(crate) use open::is_control_net_class;
 pub(crate) use open::kind_of_folder;
 pub(crate) use set::{AdapterSet, ConvolutionRanks, UsedAs};

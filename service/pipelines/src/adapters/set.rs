@@ -8,12 +8,13 @@ use gpu::ComponentTensors;
 use residency::Bytes;
 
 use super::attached::AttachedAdapters;
+use super::copies::{Copies, planned};
 use super::open::{Adapter, AdapterPart, open_adapters};
 use super::targets::TargetComponent;
 use super::{AdapterFile, AdapterUse};
 use crate::files::recorded;
 use crate::linear::SIDE_BY_SIDE;
-use crate::{ModelError, ModelParts, RequestError, Rung, StageError};
+use crate::{ComponentSet, ModelError, ModelParts, RequestError, Rung, StageError, StageRun};
 
 /// Which of an adapter's strengths counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,6 +179,22 @@ impl AdapterSet {
         std::iter::once(whole).chain(from_host).collect()
     }
 
+    /// The rung of sampling with this scratch that keeps copies of weights; `None` if there are none to keep. `rows_of` says how many
+    /// rows the layer of a weight has in a step.
+    pub(crate) fn rung_with_copies(
+        &self,
+        (base, components): (&str, &ComponentSet),
+        uses: &[AdapterUse],
+        scratch: Bytes,
+        rows_of: impl Fn(&str) -> usize,
+    ) -> Option<Rung> {
+        let are_constant = uses.iter().all(|each| each.strength.is_constant());
+        let parts = self.parts(uses, base, UsedAs::Steps).map(|(_, part)| part);
+        let planned = planned(parts, components, base, rows_of, components.dtype());
+        let keeps_some = are_constant && !planned.layers.is_empty();
+        keeps_some.then(|| Rung::whole(scratch).with_copies(planned.layers, planned.bytes))
+    }
+
     /// The uses that change these text encoders, reduced to the part that text encoders read: the strength in text encoders.
     pub(crate) fn text_uses(&self, bases: &[&str], uses: &[AdapterUse]) -> Vec<AdapterUse> {
         let is_one = |each: &&AdapterUse| {
@@ -191,6 +208,22 @@ impl AdapterSet {
             ..each.clone()
         };
         uses.iter().filter(is_one).map(of_text).collect()
+    }
+
+    /// Attaches the adapters that a request uses on the component that samples, with the copies of the stage's rung.
+    ///
+    /// # Errors
+    /// When a component is not resident; when memory is exhausted.
+    pub(crate) fn attach_to_sampler(
+        &self,
+        base: &str,
+        run: &StageRun<'_>,
+        dtype: DType,
+    ) -> Result<AttachedAdapters, StageError> {
+        let attached = self.attach(&run.request.adapters, base, UsedAs::Steps, run.tensors)?;
+        let layers = run.plan.rungs.get(run.rung).map_or(&[][..], |rung| &rung.copies);
+        let copies = Copies::of(layers, &*(run.tensors)(base)?, (dtype, run.device))?;
+        Ok(attached.with_copies(copies, dtype))
     }
 
     /// Attaches the adapters that a request uses on a component.

@@ -1,5 +1,7 @@
 //! A convolution with its weight and its bias.
 
+use std::sync::{Arc, OnceLock};
+
 use candle_core::{D, DType, Result, Tensor};
 use gpu::Weight;
 use ops::{Filter, Onto, Steps};
@@ -8,12 +10,14 @@ use ops::{Filter, Onto, Steps};
 #[derive(Clone, Debug)]
 pub(crate) struct Convolution {
     /// `[out, in, rows, columns]`, `[out, in, frames, rows, columns]` or `[out, in]`. Converted to a [`Filter`], and
-    /// dequantized, at every run: that takes a card microseconds, and avoids a second copy of all weights.
+    /// dequantized, at every run, unless the filter is kept: that takes a card microseconds, and avoids a second copy of all weights.
     weight: Weight,
     /// `[out]`.
     pub(crate) bias: Tensor,
     /// Whether of its frames the last is taken alone.
     of_last_frame: bool,
+    /// The filter, where it is made once.
+    kept: Option<Arc<OnceLock<Filter>>>,
 }
 
 impl Convolution {
@@ -29,7 +33,16 @@ impl Convolution {
             weight,
             bias: bias.contiguous()?,
             of_last_frame: false,
+            kept: None,
         })
+    }
+
+    /// The same convolution, whose filter is made at the first run and kept.
+    pub(crate) fn keeping_filter(self) -> Convolution {
+        Convolution {
+            kept: Some(Arc::default()),
+            ..self
+        }
     }
 
     /// What a convolution of a frame and those before it does to the only frame of a picture.
@@ -55,10 +68,17 @@ impl Convolution {
     /// # Errors
     /// Errors of the device.
     pub(crate) fn filter(&self, dtype: DType) -> Result<Filter> {
-        match self.of_last_frame {
+        if let Some(filter) = self.kept.as_ref().and_then(|kept| kept.get()) {
+            return Ok(filter.clone());
+        }
+        let filter = match self.of_last_frame {
             true => Filter::last_frame(&self.weight, dtype),
             false => Filter::new(&self.weight, dtype),
+        }?;
+        if let Some(kept) = &self.kept {
+            kept.get_or_init(|| filter.clone());
         }
+        Ok(filter)
     }
 
     /// The filter for maps `[h, t, w, c]`, of a kernel with frames.

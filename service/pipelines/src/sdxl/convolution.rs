@@ -41,6 +41,10 @@ impl Convolution {
             name: full_name,
             problem: error.to_string(),
         })?;
+        let base = match tensors.keeps_copy(name) {
+            true => base.keeping_filter(),
+            false => base,
+        };
         let terms = tensors.convolution_terms(name, shape)?;
         Ok(Convolution { base, terms })
     }

@@ -11,7 +11,7 @@ use model::{Field, LeftOut, Memo, Passes, Reads, first_whole_step, smaller_sides
 use super::checkpoint::{FOLDERS, MARKS, PIPELINES};
 use super::config::UnetConfig;
 use super::layout::{NAMES, layout};
-use super::stages::{DENOISE, ENCODE_MASKED, ENCODE_TEXT, MASKED, Way, encodings, ways};
+use super::stages::{DENOISE, ENCODE_MASKED, ENCODE_TEXT, MASKED, encodings, ways};
 use super::walk::Sizes;
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent, UsedAs};
 use crate::autoencoders::kl::VaeConfig;
@@ -332,7 +332,9 @@ impl SdxlModel {
             let rungs = self.adapters.rungs(UNET, &request.adapters, scratch, dtype);
             rungs.into_iter().map(|rung| way.labelled(rung))
         });
-        let rungs: Vec<Rung> = rungs.collect();
+        let others: Vec<Rung> = rungs.collect();
+        let with_filters = others.first().map(|first| self.with_filters(first));
+        let rungs: Vec<Rung> = with_filters.into_iter().chain(others).collect();
         let beside = self.adapters.beside(&[UNET], &request.adapters, UsedAs::Steps);
         let latent = self
             .reads_start(request)
@@ -370,20 +372,21 @@ impl SdxlModel {
         }
     }
 
-    /// How the conditions of a rung of sampling are predicted under.
-    pub(super) fn way_of_rung(&self, request: &Request, rung: usize) -> Way {
-        let ways = ways(request);
-        let of_each = self
-            .adapters
-            .rungs(
-                UNET,
-                &request.adapters,
-                residency::Bytes::ZERO,
-                self.parts.dtype(),
-            )
-            .len();
-        let way = ways.get(rung / of_each.max(1)).or(ways.last());
-        way.copied().unwrap_or(Way::OneByOne)
+    /// The same rung, with the filters of all convolutions, which are else made in every step.
+    fn with_filters(&self, rung: &Rung) -> Rung {
+        let components = &self.parts.components;
+        let (mut layers, mut bytes) = (Vec::new(), 0);
+        for source in components.sources(UNET) {
+            if let (Some(layer), &[outputs, inputs, rows, columns]) =
+                (source.name.strip_suffix(".weight"), &source.shape[..])
+                && rows * columns > 1
+            {
+                let numbers = outputs * inputs * rows * columns;
+                bytes += ops::allocated(numbers * components.dtype().size_in_bytes());
+                layers.push(layer.to_owned());
+            }
+        }
+        rung.with_copies(layers, residency::Bytes(bytes))
     }
 }
 

@@ -39,6 +39,9 @@ pub(super) fn encodings(request: &Request) -> Prompts<(&'static str, &'static st
     Prompts::of(request, (STATES, POOLED), ("negative_states", "negative_pooled"))
 }
 
+/// End of the label of a rung that predicts under one condition after the other.
+const ONE_BY_ONE: &str = ", one condition at a time";
+
 /// How the conditions of a request are predicted under.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Way {
@@ -64,10 +67,17 @@ impl Way {
         match self {
             Way::Together | Way::Alone => rung,
             Way::OneByOne => Rung {
-                label: format!("{}, one condition at a time", rung.label),
+                label: format!("{}{ONE_BY_ONE}", rung.label),
                 ..rung
             },
         }
+    }
+
+    /// The way of a rung of sampling.
+    fn of_rung(request: &Request, rung: Option<&Rung>) -> Way {
+        let is_one_by_one = rung.is_some_and(|rung| rung.label.ends_with(ONE_BY_ONE));
+        let way = ways(request).first().filter(|_| !is_one_by_one);
+        way.copied().unwrap_or(Way::OneByOne)
     }
 }
 
@@ -219,7 +229,7 @@ impl Stage<'_, SdxlModel> {
         Ok(Conditions {
             negative,
             prompt,
-            way: self.model.way_of_rung(request, self.run.rung),
+            way: Way::of_rung(request, self.run.plan.rungs.get(self.run.rung)),
         })
     }
 
@@ -291,7 +301,7 @@ impl Stage<'_, SdxlModel> {
         let beside = self.seen_beside(image)?;
 
         let component = (self.run.tensors)(UNET)?;
-        let adapters = self.attached(UNET, UsedAs::Steps)?;
+        let adapters = self.model.adapters.attach_to_sampler(UNET, &self.run, on.0)?;
         let adapted = AdaptedTensors::new(&component, &adapters);
         let unet = Unet::with_adapters(&self.model.unet, &adapted).map_err(StageError::missing_in(UNET))?;
         self.observer.check_cancelled()?;

@@ -303,11 +303,22 @@ fn an_adapter_in_the_machines_memory_gives_the_same() {
     let request = request_with(name, &[0.7]);
     let values = opened.sampled(&request, &mut Unobserved).expect("values");
     let plan = opened.stage(&request, "denoise");
-    assert_eq!(plan.rungs.len(), 2);
-    assert_eq!(plan.rungs[1].from_host, [format!("adapter:{name}:transformer")]);
-    assert!(plan.rungs[1].scratch > plan.rungs[0].scratch);
+    let [with_copies, whole, from_host] = &plan.rungs[..] else {
+        panic!("{:?}", plan.rungs)
+    };
+    assert_eq!(from_host.from_host, [format!("adapter:{name}:transformer")]);
+    assert!(from_host.scratch > whole.scratch);
+    // Of layers with many rows, by the scratch of a copy of each.
+    assert!(
+        with_copies
+            .copies
+            .iter()
+            .any(|layer| layer.ends_with("attn.to_q"))
+    );
+    assert!(!with_copies.copies.iter().any(|layer| layer.contains("norm")));
+    assert!(with_copies.scratch > whole.scratch);
     let given = opened
-        .run(&plan, 1, &request, &values, &mut Unobserved)
+        .run(&plan, 2, &request, &values, &mut Unobserved)
         .expect("a latent");
     assert_eq!(given["latent"], values["latent"]);
 }
