@@ -3,9 +3,12 @@
     python demo/judge.py --prompts demo/heldout.jsonl --pictures DIR [--json] [--shuffle]
     python demo/judge.py --prompts demo/heldout.jsonl --pictures DIR --meaning circle=star [--json]
     python demo/judge.py --prompts demo/heldout.jsonl --through HOST:PORT [--quantization nf4,int8] [--json]
+    python demo/judge.py --prompts demo/heldout.jsonl --through HOST:PORT --step-cache 0.05,0.1 [--steps 28]
 
 DIR/0000.png belongs to the first line of the prompts, and so on. Needs numpy and pillow. With --through the
-pictures are painted by a moored service, once for each quantization; needs the package moored besides.
+pictures are painted by a moored service, once for each quantization; needs the package moored besides. With
+--step-cache they are painted once with all passes and once for each change below which passes are left out,
+and compared with the first; needs scikit-image besides.
 
 The background is the commonest palette colour. What differs from it falls apart into connected
 pieces; each piece's colour is that of its inside, its place the ninth of the picture that holds its
@@ -441,6 +444,53 @@ def judge_through(
     return results
 
 
+def judge_cached(
+    client: Any, prompts: list[dict[str, Any]], changes: list[float], steps: int
+) -> dict[str, Any]:
+    """Paint every prompt with all passes, then with each change of `step_cache`; by change, a summary.
+
+    `passes` are those that were computed of all; `psnr` and `ssim` are the means over the pictures beside
+    those with all passes, `psnr` over those that differ.
+    """
+    from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+
+    whole: list[np.ndarray] = []
+    results = {}
+    scenes = [prompt["scene"] for prompt in prompts]
+    for change in [0.0, *changes]:
+        pictures, computed, passes = [], 0, 0
+        for seed, prompt in enumerate(prompts):
+            asked = {"seed": seed, "steps": steps, "step_cache": change, "timeout": 300}
+            done = client.generate_image(prompt["prompt"], model="moored/demo", **asked)
+            denoise = next(one for one in done.stages if one.name == "denoise")
+            passes += denoise.passes or steps
+            computed += (denoise.passes or steps) - denoise.passes_left_out
+            pictures.append(np.asarray(done.image.convert("RGB")))
+        whole = whole or pictures
+        verdicts = [judge(one, scene) for one, scene in zip(pictures, scenes, strict=True)]
+        pairs = list(zip(whole, pictures, strict=True))
+        noise = [peak_signal_noise_ratio(*pair) for pair in pairs if not np.array_equal(*pair)]
+        alike = [structural_similarity(*pair, channel_axis=2) for pair in pairs]
+        results[f"{change:g}"] = report(scenes, verdicts)["summary"] | {
+            "passes": [computed, passes],
+            "psnr": round(float(np.mean(noise)), 1) if noise else None,
+            "ssim": round(float(np.mean(alike)), 4),
+        }
+    return results
+
+
+def table_of_cached(results: dict[str, Any]) -> str:
+    """A row of a Markdown table for each change."""
+    columns = ["step_cache", "passes computed", "right", "PSNR", "SSIM"]
+    lines = [columns, ["---"] * len(columns)]
+    for change, one in results.items():
+        computed, passes = one["passes"]
+        noise = "" if one["psnr"] is None else f"{one['psnr']:g} dB"
+        right = f"{one['right']} of {one['pictures']}"
+        lines.append([change, f"{computed} of {passes}", right, noise, f"{one['ssim']:g}"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def table(results: dict[str, Any]) -> str:
     """A row of a Markdown table for each format."""
     counts = sorted({count for one in results.values() for count in one["by_number_of_shapes"]})
@@ -464,10 +514,15 @@ def _through(arguments: argparse.Namespace, prompts: list[dict[str, Any]]) -> No
     )
     with moored.Client(arguments.through) as client:
         client.wait_until_ready(60)
-        results = judge_through(client, prompts, formats, components)
+        if arguments.step_cache:
+            results = judge_cached(client, prompts, arguments.step_cache, arguments.steps)
+            rows = table_of_cached(results)
+        else:
+            results = judge_through(client, prompts, formats, components)
+            rows = table(results)
     if arguments.json:
         print(json.dumps(results, indent=1))
-    print(table(results), file=sys.stderr if arguments.json else sys.stdout)
+    print(rows, file=sys.stderr if arguments.json else sys.stdout)
 
 
 def main() -> None:
@@ -485,6 +540,12 @@ def main() -> None:
         default="transformer,text_encoder_2",
         help="with --through: what is held in the format; everything else is as it is stored",
     )
+    parser.add_argument(
+        "--step-cache",
+        type=lambda text: [float(one) for one in text.split(",") if one],
+        help="with --through: changes below which passes are left out, instead of formats",
+    )
+    parser.add_argument("--steps", type=int, default=28, help="with --step-cache")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--limit", type=int, help="judge only the first so many pictures")
     parser.add_argument(

@@ -57,7 +57,8 @@ def test_a_choice_has_its_names_and_one_for_the_model() -> None:
 
 
 def test_forms_ask_in_one_way_for_how_a_result_is_sampled() -> None:
-    sampling = {"steps", "guidance", "max_sequence_length", "negative_prompt", "true_guidance"}
+    sampling = {"steps", "guidance", "max_sequence_length"}
+    sampling |= {"negative_prompt", "true_guidance", "step_cache"}
     others = {"seed", "count", "strength", "width", "frames", "lyrics", "bpm", "card"}
     others |= {"output", "priority", "task"}
     for options in (moored.ImageOptions, moored.VideoOptions, moored.AudioOptions):

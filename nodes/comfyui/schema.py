@@ -222,8 +222,10 @@ def option_input(field: moored.OptionField, *, folded: bool, optional: bool = Fa
             return io.Int.Input(field.option, default=least, min=least, max=most, **shared)
         case "number":
             first, last = float(least), float(most)
+            # Of what goes up to 1, a hundredth counts.
+            step = 0.01 if last <= 1 else 0.1
             return io.Float.Input(
-                field.option, default=first, min=first, max=last, step=0.1, **shared
+                field.option, default=first, min=first, max=last, step=step, **shared
             )
         case "choice":
             open_ = str(field.left_open)

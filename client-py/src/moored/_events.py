@@ -224,7 +224,8 @@ class LatentKept(BaseEvent):
 @mirrors(events_pb2.Done)
 @dataclass(frozen=True, slots=True)
 class Done(BaseEvent):
-    """The job is finished. Picture i used `seed` + i. `approximations`: what memory forced.
+    """The job is finished. Picture i used `seed` + i. `approximations`: what memory forced, or
+    `step_cache` asked for.
 
     `freed` and `kept` are what left and what stayed of a model that a load replaced.
     """

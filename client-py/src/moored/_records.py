@@ -269,6 +269,8 @@ class StageReport:
     several with commas between; empty where none was computed, or the service is older than the
     field. `before` and `after` are the card's memory around it, and `largest_block_bytes` is the
     largest block that the driver could have allocated, as far as it needed one (0: not asked).
+    `passes_left_out` of `passes` passes over the model's blocks were left out, as `step_cache`
+    asked; both are 0 where it did not.
     """
 
     name: str
@@ -286,6 +288,8 @@ class StageReport:
     before: MemoryAccounts | None = None
     after: MemoryAccounts | None = None
     largest_block_bytes: int = 0
+    passes_left_out: int = 0
+    passes: int = 0
 
 
 @mirrors(residency_pb2.ModelDefaults)

@@ -122,7 +122,7 @@ class ProgressLog:
         for left_out in result.left_out:
             self.line(f"Left out: {left_out.message}")
         for one in result.approximations:
-            self.line(f"Memory forced an approximation: {one}")
+            self.line(f"An approximation: {one}")
 
     def timings(self, timings: dict[str, Any]) -> None:
         """Publishes the times of a run."""

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
-use model::{Medium, Piece, Request, Role, Section, ValueShape, Values};
+use model::{Medium, PassesLeftOut, Piece, Request, Role, Section, ValueShape, Values};
 use residency::{Bytes, Component, Holder, MemorySummary};
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
@@ -340,7 +340,7 @@ pub struct JobReport {
     pub stages: Vec<StageReport>,
     /// Components that did not have to be loaded.
     pub resident_already: Vec<String>,
-    /// Approximations that were necessary: for lack of memory, or because a latent lacks values.
+    /// Approximations that were necessary, for lack of memory or because a latent lacks values, or asked for.
     pub approximations: Vec<String>,
     /// Time from acceptance to the end.
     pub total: Duration,
@@ -370,6 +370,9 @@ pub struct StageReport {
     /// Implementation of attention: `cudnn 9.19.0`, `own kernels`, `cpu loops`, separated by commas; empty if none
     /// was computed.
     pub attention: String,
+    /// Passes over the model's blocks that were left out; `None`: it was not asked for.
+    #[serde(default)]
+    pub passes_left_out: Option<PassesLeftOut>,
     /// The card's memory before and after; `None` if nothing ran.
     pub memory: Option<StageMemory>,
     /// Taken from the cache, and not run.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use gpu::{CardDescription, CardSpeeds, Unloaded};
-use model::{AdapterFile, Piece, Quantization, Request, StagePlan, Values};
+use model::{AdapterFile, PassesLeftOut, Piece, Quantization, Request, StagePlan, Values};
 use residency::{Bytes, Component, ComponentId, Holder, Ledger, MemorySummary, Policy, WaitCause};
 use serde::{Deserialize, Serialize};
 
@@ -331,6 +331,8 @@ pub struct Completed {
     pub chunking: String,
     /// Whether the result differs from the first rung's by more than rounding.
     pub approximate: bool,
+    /// Passes that the stage left out; `None`: it was not asked to.
+    pub passes_left_out: Option<PassesLeftOut>,
     /// Components that did not have to be loaded.
     pub resident_already: Vec<String>,
     /// Milliseconds of moves.

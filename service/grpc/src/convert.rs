@@ -432,6 +432,8 @@ fn stage_out(stage: &StageReport) -> v1::StageReport {
             .memory
             .and_then(|memory| memory.largest_block)
             .map_or(0, |bytes| bytes.0),
+        passes_left_out: stage.passes_left_out.map_or(0, |passes| passes.left_out),
+        passes: stage.passes_left_out.map_or(0, |passes| passes.of),
     }
 }
 

@@ -31,6 +31,9 @@ pub struct Recipe {
     /// Where the request named one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sampler: Option<Sampler>,
+    /// Where the request left passes out.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub step_cache: Option<f32>,
     pub max_sequence_length: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strength: Option<f32>,
@@ -123,6 +126,7 @@ impl Recipe {
             negative_prompt: _,
             true_guidance,
             sampler,
+            step_cache,
             seed,
             max_sequence_length,
             strength,
@@ -144,6 +148,7 @@ impl Recipe {
             negative_prompt: request.negative().map(str::to_owned),
             true_guidance: request.negative().map(|_| *true_guidance),
             sampler: *sampler,
+            step_cache: Some(*step_cache).filter(|change| *change > 0.0),
             max_sequence_length: *max_sequence_length,
             model: with.model.to_owned(),
             model_key: with.model_key.to_owned(),
@@ -170,6 +175,7 @@ impl Recipe {
             negative_prompt: self.negative_prompt.clone(),
             true_guidance: self.true_guidance,
             sampler: self.sampler,
+            step_cache: self.step_cache,
             seed: is_read.then_some(self.seed),
             max_sequence_length: number(self.max_sequence_length),
             strength: self.strength,

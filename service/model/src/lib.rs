@@ -57,6 +57,6 @@ pub use resize::{Filter, ReferenceFit, resized, resized_by, resized_while};
 pub use sampler::Sampler;
 pub use sampling::{MAX_PROMPT_BYTES, MAX_STEPS, MAX_TOKENS, Sampling};
 pub use smaller::{nearest_frames, smaller_lengths, smaller_sides};
-pub use stage_run::{Observer, StageRun, Unobserved};
+pub use stage_run::{Observer, PassesLeftOut, StageRun, Unobserved};
 pub use steps::{decimal, first_step, first_whole_step};
 pub use weight_files::{ADAPTER_CONFIGURATION, ADAPTER_WEIGHTS, WeightNames, adapter_stem, is_shard};

@@ -11,6 +11,7 @@ pub enum Field {
     TrueGuidance,
     /// A sampler other than the checkpoint's.
     Sampler,
+    StepCache,
     Adapters,
     /// A picture to start from.
     InitImage,
@@ -43,6 +44,7 @@ impl Field {
             Field::NegativePrompt => "negative_prompt",
             Field::TrueGuidance => "true_guidance",
             Field::Sampler => "sampler",
+            Field::StepCache => "step_cache",
             Field::Adapters => "adapters",
             Field::InitImage => "init_image",
             Field::EndImage => "end_image",
@@ -120,6 +122,7 @@ fn asked(request: &Request) -> Vec<Field> {
         negative_prompt,
         true_guidance,
         sampler,
+        step_cache,
         from_values,
         adapters,
         medium,
@@ -137,6 +140,7 @@ fn asked(request: &Request) -> Vec<Field> {
         (Field::NegativePrompt, negative_prompt.is_some()),
         (Field::TrueGuidance, *true_guidance != 1.0),
         (Field::Sampler, sampler.is_some()),
+        (Field::StepCache, *step_cache != 0.0),
         (Field::Adapters, !adapters.is_empty()),
         (Field::InitLatent, *from_values),
     ];
@@ -229,6 +233,7 @@ mod tests {
             negative_prompt: Some(String::new()),
             true_guidance: 0.0,
             sampler: Some(Sampler::Euler),
+            step_cache: 0.1,
             from_values: true,
             adapters: vec![AdapterUse {
                 name: "style".to_owned(),

@@ -64,6 +64,10 @@ pub struct Request {
     pub true_guidance: f32,
     /// How noise is removed from step to step; `None`: as the checkpoint says.
     pub sampler: Option<Sampler>,
+    /// Leaves out passes that hardly differ from an earlier one: the change of the first block, relative to that of the last pass
+    /// that was computed, up to which a pass is estimated from that one. 0: every pass is computed.
+    #[serde(default)]
+    pub step_cache: f32,
     /// Seed of the starting noise.
     pub seed: u64,
     /// Maximum prompt length in tokens; a family may pad to this length.
@@ -320,6 +324,7 @@ impl Request {
             negative_prompt: None,
             true_guidance: 1.0,
             sampler: None,
+            step_cache: 0.0,
             seed: 0,
             max_sequence_length,
             strength: match medium {

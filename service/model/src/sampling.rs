@@ -22,6 +22,7 @@ pub struct Sampling {
     pub negative_prompt: Option<String>,
     pub true_guidance: Option<f32>,
     pub sampler: Option<Sampler>,
+    pub step_cache: Option<f32>,
     pub seed: Option<u64>,
     pub max_sequence_length: Option<u32>,
     pub strength: Option<f32>,
@@ -37,6 +38,7 @@ impl Sampling {
             negative_prompt: self.negative_prompt.or(other.negative_prompt),
             true_guidance: self.true_guidance.or(other.true_guidance),
             sampler: self.sampler.or(other.sampler),
+            step_cache: self.step_cache.or(other.step_cache),
             seed: self.seed.or(other.seed),
             max_sequence_length: self.max_sequence_length.or(other.max_sequence_length),
             strength: self.strength.or(other.strength),
@@ -53,6 +55,7 @@ impl Sampling {
             negative_prompt,
             true_guidance,
             sampler,
+            step_cache,
             seed,
             max_sequence_length,
             strength,
@@ -63,6 +66,7 @@ impl Sampling {
             negative_prompt: negative_prompt.or(request.negative_prompt),
             true_guidance: true_guidance.unwrap_or(request.true_guidance),
             sampler: sampler.or(request.sampler),
+            step_cache: step_cache.unwrap_or(request.step_cache),
             seed: seed.unwrap_or(request.seed),
             max_sequence_length: max_sequence_length.unwrap_or(request.max_sequence_length),
             strength: strength.unwrap_or(request.strength),
@@ -95,6 +99,10 @@ pub(crate) fn sampling_problems(request: &Request) -> Vec<RequestError> {
         let found = request.true_guidance;
         let expected = "0 to 1000 is expected, and over 1 for two passes";
         refuse("true_guidance", format!("is {found}; {expected}"));
+    }
+    if !(0.0..=1.0).contains(&request.step_cache) {
+        let found = request.step_cache;
+        refuse("step_cache", format!("is {found}; 0 to 1 is expected"));
     }
     if !(1..=MAX_TOKENS).contains(&request.max_sequence_length) {
         let found = request.max_sequence_length;

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use gpu::ComponentTensors;
+use serde::{Deserialize, Serialize};
 
 use crate::errors::StageError;
 use crate::host::HostTensor;
@@ -32,6 +33,8 @@ pub trait Observer {
             false => Ok(()),
         }
     }
+    /// Reports how many of the passes over its blocks the stage has left out ([`Request::step_cache`]).
+    fn left_out(&mut self, _passes: PassesLeftOut) {}
     /// As [`Observer::step`], for one of several stages in shared passes: `_stage` is its place among them.
     fn step_of(&mut self, _stage: usize, n: u32, of: u32) {
         self.step(n, of);
@@ -41,6 +44,14 @@ pub trait Observer {
     fn is_cancelled(&self, _stage: usize) -> bool {
         self.cancelled()
     }
+}
+
+/// Passes over the blocks of a model that a stage has left out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PassesLeftOut {
+    pub left_out: u32,
+    /// All passes, those included.
+    pub of: u32,
 }
 
 /// An observer that discards everything and never cancels.

@@ -7,12 +7,14 @@
 //! named here.
 
 mod activation;
+mod adapter_copies;
 mod allocated;
 mod antialias;
 mod apply_norm;
 mod attention;
 mod attention_workspace;
 mod blocks;
+mod change;
 mod convolve;
 mod convolve_cpu;
 mod copy_rows;
@@ -43,12 +45,14 @@ mod sequence;
 mod snake;
 
 pub use activation::{Nonlinearity, activate};
+pub use adapter_copies::{AdapterCopies, adapter_copies, set_adapter_copies};
 pub use allocated::allocated;
 pub use antialias::{ANTIALIAS_TAPS, antialiased_snake};
 pub use apply_norm::{ChannelNorm, Enlarge, MapReading, Pad, add_rows, add_scaled, apply_norm};
 pub use attention::{Mask, attention};
 pub use attention_workspace::attention_workspace;
 pub use blocks::{add_repeated, average_blocks, patched, unpatched};
+pub use change::relative_change;
 pub use convolve::{Filter, Onto, Steps, convolve, convolve_scratch};
 pub use copy_rows::{copy_rows, embed, in_dtype};
 pub use dequantize::dequantize;
@@ -60,8 +64,9 @@ pub use libraries::{
     AttentionPaths, Libraries, PlansMade, attention_by, keep_plans_in, libraries, make_plans, prepare,
 };
 pub use linear::{
-    Epilogue, Fp8Products, LayerTo, LinearLayer, LowRank, Scratch, is_multiplied_in_fp8, linear, linear_into,
-    linear_scratch, linears_into, low_rank_scratch, multiplies_fp8, set_fp8_products,
+    Epilogue, Fp8Products, LayerTo, LinearLayer, LowRank, Scratch, adapted_weight, adapts_weight,
+    fp8_of_rows, is_multiplied_in_fp8, linear, linear_into, linear_scratch, linears_into, low_rank_scratch,
+    multiplies_fp8, set_fp8_products,
 };
 pub use norm::{
     Activation, Codes, CodesOfRows, Gate, Modulation, Norm, add_residual, norm_modulate,

@@ -42,7 +42,7 @@ pub use family::{Family, FamilyList};
 pub use model::*;
 pub use ops::{
     AttentionPaths, Fp8Products, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans,
-    prepare, set_fp8_products,
+    prepare, set_adapter_copies, set_fp8_products,
 };
 
 /// All families of this build. A new family is a folder and a line here.

@@ -1,12 +1,15 @@
 //! The parts of sampling that all families share: memory, steps under two conditions, and the latent between steps.
 
+use std::cell::RefCell;
+
 use candle_core::{DType, Device, Tensor};
 use ops::{Finite, euler};
 use residency::Bytes;
 
 use crate::adapters::{AdapterSet, UsedAs};
+use crate::mmdit::{CacheOfPass, StepCache};
 use crate::start::Kept;
-use crate::{LeftOut, ModelParts, Request, Role, StageError, StagePlan};
+use crate::{LeftOut, ModelParts, PassesLeftOut, Request, Role, StageError, StagePlan};
 
 /// The transformer of a sampling.
 pub(crate) struct Denoiser<'a> {
@@ -46,9 +49,25 @@ impl Denoiser<'_> {
     /// The stage that runs the steps of a request once per item, with this scratch, and with the adapters' components for the
     /// transformer.
     pub(crate) fn stage(&self, name: &str, request: &Request, scratch: Bytes) -> StagePlan {
+        self.stage_with_copies(name, request, scratch, |_| 0)
+    }
+
+    /// As [`Denoiser::stage`], with copies of weights with the terms of adapters where memory is free. `rows_of` says how many rows
+    /// the layer of a weight has in a step: the copies are of those with many.
+    pub(crate) fn stage_with_copies(
+        &self,
+        name: &str,
+        request: &Request,
+        scratch: Bytes,
+        rows_of: impl Fn(&str) -> usize,
+    ) -> StagePlan {
         let (components, adapters) = (&self.parts.components, self.adapters);
         let beside = adapters.beside(&[self.name], &request.adapters, UsedAs::Steps);
-        let rungs = adapters.rungs(self.name, &request.adapters, scratch, components.dtype());
+        let uses = &request.adapters;
+        let of = (self.name, components);
+        let with_copies = adapters.rung_with_copies(of, uses, scratch, rows_of);
+        let others = adapters.rungs(self.name, uses, scratch, components.dtype());
+        let rungs = with_copies.into_iter().chain(others).collect();
         StagePlan {
             per_item: true,
             ..StagePlan::of(name, Role::Sample, beside, rungs)
@@ -149,6 +168,8 @@ pub(crate) struct Conditions<C> {
     kept: Option<Tensor>,
     scale: f64,
     length: Length,
+    /// The caches of passes, where the request leaves some out.
+    caches: Option<Prompts<RefCell<StepCache>>>,
     /// Whether the next step is guided: else it predicts under the prompt alone.
     is_guided: bool,
 }
@@ -193,6 +214,7 @@ impl<C> Conditions<C> {
             kept,
             scale: request.true_guidance.into(),
             length: Length::Free,
+            caches: None,
             is_guided: true,
         })
     }
@@ -201,6 +223,41 @@ impl<C> Conditions<C> {
     /// memory: a prediction has a thousandth of the numbers that a step computes.
     pub(crate) fn of_length(self, length: Length) -> Conditions<C> {
         Conditions { length, ..self }
+    }
+
+    /// The same conditions, with the caches of a request that leaves passes out. The wanted rows of a pass have this shape.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn with_caches(
+        self,
+        request: &Request,
+        shape: (usize, usize, usize),
+        on: (DType, &Device),
+    ) -> candle_core::Result<Conditions<C>> {
+        let cache = |_: &C| StepCache::of(request, shape, on);
+        let caches = self.conditions.as_ref().try_map(cache)?;
+        let caches = match caches {
+            Prompts {
+                prompt: Some(prompt),
+                negative,
+            } => Some(Prompts {
+                prompt: RefCell::new(prompt),
+                negative: negative.flatten().map(RefCell::new),
+            }),
+            Prompts { prompt: None, .. } => None,
+        };
+        Ok(Conditions { caches, ..self })
+    }
+
+    /// The passes that were left out so far; `None` if the request leaves none out.
+    pub(crate) fn left_out(&self) -> Option<PassesLeftOut> {
+        let caches = self.caches.as_ref()?.iter().map(|cache| cache.borrow().passes());
+        let sum = |all: PassesLeftOut, one: PassesLeftOut| PassesLeftOut {
+            left_out: all.left_out + one.left_out,
+            of: all.of + one.of,
+        };
+        caches.reduce(sum)
     }
 
     /// The same conditions, for a step that is guided, or predicts under the prompt alone.
@@ -224,22 +281,25 @@ impl<C> Conditions<C> {
         std::iter::once(&mut self.conditions.prompt).chain(&mut self.conditions.negative)
     }
 
-    /// The prediction of a step: `predict` computes it under one condition, in buffers that the next call overwrites.
+    /// The prediction of a step: `predict` computes it under one condition, with the cache of its passes, in buffers that the next
+    /// call overwrites.
     ///
     /// # Errors
     /// Errors of `predict`, and of the device.
     pub(crate) fn predict<'a>(
         &'a self,
-        mut predict: impl FnMut(&C) -> Result<&'a Tensor, StageError>,
+        mut predict: impl FnMut(&C, CacheOfPass<'_>) -> Result<&'a Tensor, StageError>,
     ) -> Result<Prediction<'a>, StageError> {
+        let caches = self.caches.as_ref();
         let negative = match (&self.conditions.negative, &self.kept) {
             (Some(negative), Some(kept)) if self.is_guided => {
-                ops::copy_rows(predict(negative)?, kept)?;
+                let cache = caches.and_then(|caches| caches.negative.as_ref());
+                ops::copy_rows(predict(negative, cache)?, kept)?;
                 Some(kept)
             }
             _ => None,
         };
-        let prompt = predict(&self.conditions.prompt)?;
+        let prompt = predict(&self.conditions.prompt, caches.map(|caches| &caches.prompt))?;
         match negative {
             None => Ok(Prediction::of(prompt)),
             Some(kept) if self.length == Length::Free => Ok(Prediction::guided(prompt, kept, self.scale)),

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use crate::adapters::AttachedAdapters;
-use crate::sampling::{Prediction, SampledLatent};
+use crate::sampling::{Conditions, Prediction, SampledLatent};
 use crate::tensors::from_host;
 use crate::{HostTensor, Model, Observer, StageError, StageRun, Values};
 
@@ -61,6 +61,15 @@ impl<M> Stage<'_, M> {
         self.observer.step(step as u32 + 1, steps as u32);
         let is_shown = self.run.request.preview && step + 1 < steps && self.observer.wants_preview();
         Ok(is_shown.then(|| latent.end_of(step, velocity)).transpose()?)
+    }
+}
+
+impl<M> Stage<'_, M> {
+    /// Reports the passes that a sampling under these conditions left out, if the request asks for that.
+    pub(crate) fn report_left_out<C>(&mut self, conditions: &Conditions<C>) {
+        if let Some(passes) = conditions.left_out() {
+            self.observer.left_out(passes);
+        }
     }
 }
 

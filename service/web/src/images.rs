@@ -78,6 +78,9 @@ pub(crate) struct ImageRequest {
     #[schema(value_type = Option<String>)]
     #[serde(deserialize_with = "lenient")]
     pub(crate) sampler: Option<Sampler>,
+    /// Leaves out passes that change less than this, such as 0.08; models that take none refuse it.
+    #[serde(deserialize_with = "lenient")]
+    pub(crate) step_cache: Option<f32>,
     #[serde(deserialize_with = "lenient")]
     pub(crate) seed: Option<u64>,
     /// Of edits: how strongly to change the picture, over 0 up to 1.
@@ -155,6 +158,7 @@ impl ImageRequest {
                 negative_prompt: self.negative_prompt.clone(),
                 true_guidance: self.true_guidance,
                 sampler: self.sampler,
+                step_cache: self.step_cache,
                 seed: self.seed,
                 max_sequence_length: None,
                 strength: self.strength,

@@ -185,6 +185,7 @@ impl SdRequest {
                 true_guidance: self.cfg_scale.filter(|_| has_guidance),
                 // Models that are sampled in one way alone take no sampler, which clients always send.
                 sampler: self.sampler().filter(|_| takes_sampler),
+                step_cache: None,
                 seed: self.seed.and_then(|seed| u64::try_from(seed).ok()),
                 max_sequence_length: None,
                 strength: None,

@@ -60,6 +60,9 @@ pub(crate) struct VideoRequest {
     guidance: Option<f32>,
     #[serde(alias = "cfg_scale", deserialize_with = "lenient")]
     true_guidance: Option<f32>,
+    /// Leaves out passes that change less than this, such as 0.08; models that take none refuse it.
+    #[serde(deserialize_with = "lenient")]
+    step_cache: Option<f32>,
     #[serde(deserialize_with = "lenient")]
     seed: Option<u64>,
     /// A picture to start from, as a `data:` address or base64; or an object with it as `image_url`.
@@ -200,6 +203,7 @@ pub(crate) async fn create(
             guidance: request.guidance,
             negative_prompt: request.negative_prompt,
             true_guidance: request.true_guidance,
+            step_cache: request.step_cache,
             seed: request.seed,
             ..Sampling::default()
         },

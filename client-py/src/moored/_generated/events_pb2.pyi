@@ -713,7 +713,7 @@ class Done(google.protobuf.message.Message):
 
     @property
     def approximations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Every approximation that memory forced, or that a decoded latent has, in words; empty: the result is the reference's."""
+        """Every approximation that memory forced, that `step_cache` asked for, or that a decoded latent has, in words; empty: the result is the reference's."""
 
     @property
     def model(self) -> model_pb2.ResolvedModel:
@@ -770,6 +770,8 @@ class StageReport(google.protobuf.message.Message):
     BEFORE_FIELD_NUMBER: builtins.int
     AFTER_FIELD_NUMBER: builtins.int
     LARGEST_BLOCK_BYTES_FIELD_NUMBER: builtins.int
+    PASSES_LEFT_OUT_FIELD_NUMBER: builtins.int
+    PASSES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`encode_text`, ...; `unload`: the unload of a model that was replaced."""
     run_ms: builtins.int
@@ -800,6 +802,9 @@ class StageReport(google.protobuf.message.Message):
     """The largest block that the driver could give the stage, at most as large as its prediction; smaller where free memory is
     fragmented. 0: not measured, because free memory was more than enough.
     """
+    passes_left_out: builtins.int
+    """Passes over the model's blocks that were left out, as `step_cache` asks, and all of them, those included. 0: it was not asked for."""
+    passes: builtins.int
     @property
     def before(self) -> global___MemoryAccounts:
         """The card's memory before the stage's activations were booked, and after they were freed. Absent where nothing ran."""
@@ -824,8 +829,10 @@ class StageReport(google.protobuf.message.Message):
         before: global___MemoryAccounts | None = ...,
         after: global___MemoryAccounts | None = ...,
         largest_block_bytes: builtins.int = ...,
+        passes_left_out: builtins.int = ...,
+        passes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["after", b"after", "before", b"before"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["after", b"after", "attention", b"attention", "before", b"before", "cached", b"cached", "card", b"card", "chunking", b"chunking", "item", b"item", "largest_block_bytes", b"largest_block_bytes", "move_ms", b"move_ms", "name", b"name", "peak_bytes", b"peak_bytes", "peak_scratch_bytes", b"peak_scratch_bytes", "predicted_scratch_bytes", b"predicted_scratch_bytes", "run_ms", b"run_ms", "wait_ms", b"wait_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "attention", b"attention", "before", b"before", "cached", b"cached", "card", b"card", "chunking", b"chunking", "item", b"item", "largest_block_bytes", b"largest_block_bytes", "move_ms", b"move_ms", "name", b"name", "passes", b"passes", "passes_left_out", b"passes_left_out", "peak_bytes", b"peak_bytes", "peak_scratch_bytes", b"peak_scratch_bytes", "predicted_scratch_bytes", b"predicted_scratch_bytes", "run_ms", b"run_ms", "wait_ms", b"wait_ms"]) -> None: ...
 
 global___StageReport = StageReport

@@ -314,6 +314,7 @@ class GenerateImageRequest(google.protobuf.message.Message):
     NEGATIVE_PROMPT_FIELD_NUMBER: builtins.int
     TRUE_GUIDANCE_FIELD_NUMBER: builtins.int
     SAMPLER_FIELD_NUMBER: builtins.int
+    STEP_CACHE_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -376,6 +377,14 @@ class GenerateImageRequest(google.protobuf.message.Message):
     """How noise is removed from step to step. Absent: as the checkpoint says. A model that is sampled in one way alone refuses it: SDXL
     reads it.
     """
+    step_cache: builtins.float
+    """0 to 1, such as 0.08. Over 0: passes of the model that would hardly change the result are left out, which takes less time.
+    Absent: 0, every pass is computed.
+
+    The first block of every pass is computed. Where its change differs from that of the last pass that was computed by less than
+    this, relative to it, the other blocks are left out, and their change is that of the last pass. The result is not quite that of all
+    passes; `StageReport.passes_left_out` says how many were left out. A model that does not read it refuses it.
+    """
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
@@ -424,10 +433,11 @@ class GenerateImageRequest(google.protobuf.message.Message):
         negative_prompt: builtins.str | None = ...,
         true_guidance: builtins.float | None = ...,
         sampler: global___Sampler.ValueType = ...,
+        step_cache: builtins.float | None = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "guidance", b"guidance", "init_image", b"init_image", "mask", b"mask", "model", b"model", "negative_prompt", b"negative_prompt", "options", b"options", "seed", b"seed", "strength", b"strength", "true_guidance", b"true_guidance"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "controls", b"controls", "count", b"count", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "mask", b"mask", "max_sequence_length", b"max_sequence_length", "model", b"model", "negative_prompt", b"negative_prompt", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "references", b"references", "sampler", b"sampler", "seed", b"seed", "steps", b"steps", "strength", b"strength", "true_guidance", b"true_guidance", "width", b"width"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_step_cache", b"_step_cache", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "guidance", b"guidance", "init_image", b"init_image", "mask", b"mask", "model", b"model", "negative_prompt", b"negative_prompt", "options", b"options", "seed", b"seed", "step_cache", b"step_cache", "strength", b"strength", "true_guidance", b"true_guidance"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_step_cache", b"_step_cache", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "controls", b"controls", "count", b"count", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "mask", b"mask", "max_sequence_length", b"max_sequence_length", "model", b"model", "negative_prompt", b"negative_prompt", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "references", b"references", "sampler", b"sampler", "seed", b"seed", "step_cache", b"step_cache", "steps", b"steps", "strength", b"strength", "true_guidance", b"true_guidance", "width", b"width"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload
@@ -436,6 +446,8 @@ class GenerateImageRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_negative_prompt", b"_negative_prompt"]) -> typing.Literal["negative_prompt"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_step_cache", b"_step_cache"]) -> typing.Literal["step_cache"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_strength", b"_strength"]) -> typing.Literal["strength"] | None: ...
     @typing.overload
@@ -548,6 +560,7 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     END_IMAGE_FIELD_NUMBER: builtins.int
     NEGATIVE_PROMPT_FIELD_NUMBER: builtins.int
     TRUE_GUIDANCE_FIELD_NUMBER: builtins.int
+    STEP_CACHE_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -610,6 +623,14 @@ class GenerateVideoRequest(google.protobuf.message.Message):
 
     It goes from the pass of the negative prompt towards that of the prompt so many times as far.
     """
+    step_cache: builtins.float
+    """0 to 1, such as 0.08. Over 0: passes of the model that would hardly change the result are left out, which takes less time.
+    Absent: 0, every pass is computed.
+
+    The first block of every pass is computed. Where its change differs from that of the last pass that was computed by less than
+    this, relative to it, the other blocks are left out, and their change is that of the last pass. The result is not quite that of all
+    passes; `StageReport.passes_left_out` says how many were left out. A model that does not read it refuses it.
+    """
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
@@ -646,10 +667,11 @@ class GenerateVideoRequest(google.protobuf.message.Message):
         end_image: global___PictureInput | None = ...,
         negative_prompt: builtins.str | None = ...,
         true_guidance: builtins.float | None = ...,
+        step_cache: builtins.float | None = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "end_image", b"end_image", "guidance", b"guidance", "init_image", b"init_image", "model", b"model", "negative_prompt", b"negative_prompt", "options", b"options", "seed", b"seed", "strength", b"strength", "true_guidance", b"true_guidance"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "count", b"count", "end_image", b"end_image", "frames", b"frames", "frames_at_a_time", b"frames_at_a_time", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "negative_prompt", b"negative_prompt", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "true_guidance", b"true_guidance", "width", b"width"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_step_cache", b"_step_cache", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "end_image", b"end_image", "guidance", b"guidance", "init_image", b"init_image", "model", b"model", "negative_prompt", b"negative_prompt", "options", b"options", "seed", b"seed", "step_cache", b"step_cache", "strength", b"strength", "true_guidance", b"true_guidance"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_guidance", b"_guidance", "_init_image", b"_init_image", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_step_cache", b"_step_cache", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "count", b"count", "end_image", b"end_image", "frames", b"frames", "frames_at_a_time", b"frames_at_a_time", "frames_per_second", b"frames_per_second", "guidance", b"guidance", "height", b"height", "init_image", b"init_image", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "latent_only", b"latent_only", "max_sequence_length", b"max_sequence_length", "model", b"model", "negative_prompt", b"negative_prompt", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "preview_interval_ms", b"preview_interval_ms", "prompt", b"prompt", "seconds", b"seconds", "seed", b"seed", "step_cache", b"step_cache", "steps", b"steps", "strength", b"strength", "true_guidance", b"true_guidance", "width", b"width"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_guidance", b"_guidance"]) -> typing.Literal["guidance"] | None: ...
     @typing.overload
@@ -658,6 +680,8 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_negative_prompt", b"_negative_prompt"]) -> typing.Literal["negative_prompt"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_step_cache", b"_step_cache"]) -> typing.Literal["step_cache"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_strength", b"_strength"]) -> typing.Literal["strength"] | None: ...
     @typing.overload
@@ -699,6 +723,7 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     STRENGTHS_FIELD_NUMBER: builtins.int
     NEGATIVE_PROMPT_FIELD_NUMBER: builtins.int
     TRUE_GUIDANCE_FIELD_NUMBER: builtins.int
+    STEP_CACHE_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     prompt: builtins.str
     """At most 10,000 characters."""
@@ -765,6 +790,14 @@ class GenerateAudioRequest(google.protobuf.message.Message):
 
     It goes from the pass of the negative prompt towards that of the prompt so many times as far.
     """
+    step_cache: builtins.float
+    """0 to 1, such as 0.08. Over 0: passes of the model that would hardly change the result are left out, which takes less time.
+    Absent: 0, every pass is computed.
+
+    The first block of every pass is computed. Where its change differs from that of the last pass that was computed by less than
+    this, relative to it, the other blocks are left out, and their change is that of the last pass. The result is not quite that of all
+    passes; `StageReport.passes_left_out` says how many were left out. A model that does not read it refuses it.
+    """
     @property
     def model(self) -> model_pb2.ModelRef: ...
     @property
@@ -813,10 +846,11 @@ class GenerateAudioRequest(google.protobuf.message.Message):
         strengths: collections.abc.Iterable[global___StrengthAt] | None = ...,
         negative_prompt: builtins.str | None = ...,
         true_guidance: builtins.float | None = ...,
+        step_cache: builtins.float | None = ...,
         options: global___JobOptions | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "guidance", b"guidance", "model", b"model", "negative_prompt", b"negative_prompt", "options", b"options", "seed", b"seed", "strength", b"strength", "true_guidance", b"true_guidance", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "count", b"count", "guidance", b"guidance", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "key", b"key", "language", b"language", "latent_only", b"latent_only", "lyrics", b"lyrics", "max_sequence_length", b"max_sequence_length", "model", b"model", "negative_prompt", b"negative_prompt", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "prompt", b"prompt", "reference_media_id", b"reference_media_id", "seconds", b"seconds", "seed", b"seed", "steps", b"steps", "strength", b"strength", "strengths", b"strengths", "task", b"task", "time_signature", b"time_signature", "tracks", b"tracks", "true_guidance", b"true_guidance", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_step_cache", b"_step_cache", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "guidance", b"guidance", "model", b"model", "negative_prompt", b"negative_prompt", "options", b"options", "seed", b"seed", "step_cache", b"step_cache", "strength", b"strength", "true_guidance", b"true_guidance", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_beats_per_minute", b"_beats_per_minute", "_guidance", b"_guidance", "_negative_prompt", b"_negative_prompt", "_seed", b"_seed", "_step_cache", b"_step_cache", "_strength", b"_strength", "_true_guidance", b"_true_guidance", "_window_end_seconds", b"_window_end_seconds", "_window_start_seconds", b"_window_start_seconds", "beats_per_minute", b"beats_per_minute", "count", b"count", "guidance", b"guidance", "init_latent_id", b"init_latent_id", "init_media_id", b"init_media_id", "keep_latent", b"keep_latent", "key", b"key", "language", b"language", "latent_only", b"latent_only", "lyrics", b"lyrics", "max_sequence_length", b"max_sequence_length", "model", b"model", "negative_prompt", b"negative_prompt", "omit_metadata", b"omit_metadata", "options", b"options", "output", b"output", "prompt", b"prompt", "reference_media_id", b"reference_media_id", "seconds", b"seconds", "seed", b"seed", "step_cache", b"step_cache", "steps", b"steps", "strength", b"strength", "strengths", b"strengths", "task", b"task", "time_signature", b"time_signature", "tracks", b"tracks", "true_guidance", b"true_guidance", "window_end_seconds", b"window_end_seconds", "window_start_seconds", b"window_start_seconds"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_beats_per_minute", b"_beats_per_minute"]) -> typing.Literal["beats_per_minute"] | None: ...
     @typing.overload
@@ -825,6 +859,8 @@ class GenerateAudioRequest(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["_negative_prompt", b"_negative_prompt"]) -> typing.Literal["negative_prompt"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_step_cache", b"_step_cache"]) -> typing.Literal["step_cache"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_strength", b"_strength"]) -> typing.Literal["strength"] | None: ...
     @typing.overload

@@ -44,6 +44,12 @@ class SamplingFields(TypedDict, total=False):
         ' away from `negative_prompt` by this scale. Default: 1, one pass.',
         (0, 1000),
     ]
+    step_cache: Annotated[
+        float | None,
+        '0 to 1, such as 0.08. Over 0: passes of the model that would hardly change the '
+        'result are left out, which takes less time. Default: 0, every pass is computed.',
+        (0, 1),
+    ]
 
 
 class ResultFields(TypedDict, total=False):

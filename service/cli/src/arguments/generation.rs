@@ -133,6 +133,9 @@ pub(crate) struct SamplingArguments {
     /// Picture: how noise is removed, of a model with several ways: euler, euler_ancestral, dpmpp_2m_karras
     #[arg(long, value_name = "NAME", value_parser = sampler_named, help_heading = "Sampling")]
     pub(crate) sampler: Option<Sampler>,
+    /// Leave out passes that change less than this, such as 0.08: faster, and not quite the same result [default: none]
+    #[arg(long, value_name = "CHANGE", help_heading = "Sampling")]
+    pub(crate) step_cache: Option<f32>,
     /// Seed; item i uses seed + i [default: random]
     #[arg(long, help_heading = "Sampling", allow_negative_numbers = true)]
     pub(crate) seed: Option<u64>,
@@ -156,6 +159,7 @@ impl SamplingArguments {
             negative_prompt: self.negative.clone(),
             true_guidance: self.true_guidance,
             sampler: self.sampler,
+            step_cache: self.step_cache,
             seed: self.seed,
             max_sequence_length: self.max_sequence_length,
             strength: self.strength,

@@ -117,6 +117,7 @@ impl Card {
             values: Values::new(),
             chunking: String::new(),
             approximate: false,
+            passes_left_out: None,
             resident_already,
             move_ms,
             run_ms: 0,

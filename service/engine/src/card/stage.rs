@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use gpu::{ComponentTensors, LoadError, Timeline};
-use model::{Model, Observer, Piece, Role, Rung, StageError, Values};
+use model::{Model, Observer, PassesLeftOut, Piece, Role, Rung, StageError, Values};
 use ops::AttentionPaths;
 use residency::{Bytes, MemorySummary, Millis};
 
@@ -154,7 +154,7 @@ impl Card {
         self.gpu.expect_passes_of(flops);
         timeline.part("see that scratch can be had");
         let paths = AttentionPaths::now();
-        let result = self.compute(run, rung, &on_host, link);
+        let result = self.compute(run, rung, &on_host, report, link);
         report.attention = AttentionPaths::since(paths);
         timeline.part("compute");
         let peak = self.gpu.stage_peak();
@@ -226,6 +226,7 @@ impl Card {
         run: &StageAttempt<'_>,
         rung: usize,
         on_host: &[(String, Arc<ComponentTensors>)],
+        report: &mut Completed,
         link: &mut dyn Link,
     ) -> Result<StageResults, StageFailure> {
         let Some((first, _)) = run.stages.split_first() else {
@@ -249,24 +250,35 @@ impl Card {
             preview_interval: u64::from(first.1.preview_interval_ms),
             last_preview: None,
             last_step: 0,
+            left_out: None,
             delivered: Bytes::ZERO,
             timeline: Timeline::begin("compute"),
         };
-        let stages = run.stages.iter().map(|(_, work)| model::StageRun {
-            plan: &work.plan,
-            rung,
-            request: &work.request,
-            values: &work.values,
-            tensors: &tensors,
-            device: gpu.device(),
-        });
+        let stages = run
+            .stages
+            .iter()
+            .enumerate()
+            .map(|(number, (_, work))| model::StageRun {
+                // With the rungs of this card, of which `rung` is one.
+                plan: match (number, &run.need.plan) {
+                    (0, Some(plan)) => plan,
+                    _ => &work.plan,
+                },
+                rung,
+                request: &work.request,
+                values: &work.values,
+                tensors: &tensors,
+                device: gpu.device(),
+            });
         let stages: Vec<_> = stages.collect();
         let mathematics = || match &stages[..] {
             [alone] => Ok(vec![Ok(run.model.run(alone, &mut watch)?)]),
             shared => run.model.run_shared(shared, &mut watch),
         };
         // The closure's state is either read-only or, like the link, consistent at any point.
-        match catch_unwind(AssertUnwindSafe(mathematics)) {
+        let given = catch_unwind(AssertUnwindSafe(mathematics));
+        report.passes_left_out = watch.left_out;
+        match given {
             Ok(Ok(given)) if given.len() == stages.len() => Ok(given),
             Ok(Ok(given)) => {
                 let (given, stages) = (given.len(), stages.len());
@@ -371,6 +383,8 @@ struct Watch<'a> {
     preview_interval: u64,
     last_preview: Option<Millis>,
     last_step: u32,
+    /// Passes that its own stage has left out.
+    left_out: Option<PassesLeftOut>,
     /// Bytes of the pieces that it has delivered.
     delivered: Bytes,
     /// Timeline of its steps.
@@ -402,6 +416,10 @@ impl Observer for Watch<'_> {
             return self.step(n, of);
         }
         self.report_of(stage, Progress::Step { n, of });
+    }
+
+    fn left_out(&mut self, passes: PassesLeftOut) {
+        self.left_out = Some(passes);
     }
 
     fn wants_preview(&mut self) -> bool {

@@ -503,6 +503,7 @@ pub fn completed(order: &Order, resident_already: Vec<String>) -> Outcome {
         values: values_of(order),
         chunking: rungs.first().map(|rung| rung.label.clone()).unwrap_or_default(),
         approximate: false,
+        passes_left_out: None,
         resident_already,
         move_ms: 5,
         run_ms: 100,

@@ -434,6 +434,7 @@ impl Slot {
                 values,
                 chunking: "whole".into(),
                 approximate: false,
+                passes_left_out: None,
                 resident_already: Vec::new(),
                 move_ms: 0,
                 run_ms: 0,

@@ -167,6 +167,50 @@ __device__ inline void relative_bias(const RelativeBiasArguments& a) {
     }
 }
 
+// Sums of |x - base - kept| and of |kept|, a pair for each block, in a fixed order.
+struct ChangeArguments {
+    Place x;
+    Place base;
+    Place kept;
+    float* sums;
+    unsigned rows;
+    unsigned columns;
+    unsigned wide;
+    unsigned unused;
+};
+
+template <bool WIDE, class T>
+__device__ inline void change_of_unit(const ChangeArguments& a, Unit unit, float* sums) {
+    float x[UNIT], base[UNIT], kept[UNIT];
+    read_unit<WIDE>(a.x.row<const T>(unit.row), unit.column, a.columns, x);
+    read_unit<WIDE>(a.base.row<const T>(unit.row), unit.column, a.columns, base);
+    read_unit<WIDE>(a.kept.row<const T>(unit.row), unit.column, a.columns, kept);
+    for (unsigned i = 0; i < UNIT; i++) {
+        sums[0] += fabsf(x[i] - base[i] - kept[i]);
+        sums[1] += fabsf(kept[i]);
+    }
+}
+
+template <class T>
+__device__ inline void sum_changes(const ChangeArguments& a) {
+    __shared__ float warps[32];
+    float sums[2] = {0.0f, 0.0f};
+    const unsigned units = (a.columns + UNIT - 1) / UNIT;
+    const unsigned count = a.rows * units;
+    for (unsigned index = blockIdx.x * blockDim.x + threadIdx.x; index < count; index += gridDim.x * blockDim.x) {
+        const Unit unit{index / units, index % units * UNIT};
+        if (a.wide) {
+            change_of_unit<true, T>(a, unit, sums);
+        } else {
+            change_of_unit<false, T>(a, unit, sums);
+        }
+    }
+    for (unsigned which = 0; which < 2; which++) {
+        const float sum = sum_of_block(sums[which], warps);
+        if (threadIdx.x == 0) a.sums[2 * blockIdx.x + which] = sum;
+    }
+}
+
 }  // namespace moored
 
 #define COPY(from, From, to, To)                                                                               \
@@ -180,6 +224,9 @@ __device__ inline void relative_bias(const RelativeBiasArguments& a) {
     extern "C" __global__ void __launch_bounds__(256) glu_##name(moored::GluArguments a) { moored::glu<T>(a); } \
     extern "C" __global__ void __launch_bounds__(256) find_not_finite_##name(moored::FiniteArguments a) {      \
         moored::find_not_finite<T>(a);                                                                         \
+    }                                                                                                          \
+    extern "C" __global__ void __launch_bounds__(256) sum_changes_##name(moored::ChangeArguments a) {          \
+        moored::sum_changes<T>(a);                                                                             \
     }                                                                                                          \
     extern "C" __global__ void __launch_bounds__(256) relative_bias_##name(moored::RelativeBiasArguments a) {  \
         moored::relative_bias<T>(a);                                                                           \

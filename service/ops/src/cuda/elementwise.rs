@@ -67,6 +67,19 @@ struct RelativeBiasArguments {
     known: u32,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ChangeArguments {
+    x: StridedRows,
+    base: StridedRows,
+    kept: StridedRows,
+    sums: u64,
+    rows: u32,
+    columns: u32,
+    wide: u32,
+    unused: u32,
+}
+
 // SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for CopyArguments {}
 // SAFETY: as above.
@@ -75,6 +88,8 @@ unsafe impl DeviceRepr for GluArguments {}
 unsafe impl DeviceRepr for FiniteArguments {}
 // SAFETY: as above.
 unsafe impl DeviceRepr for RelativeBiasArguments {}
+// SAFETY: as above.
+unsafe impl DeviceRepr for ChangeArguments {}
 
 /// The common row layout of tensors, and whether all of them allow wide loads.
 struct RowLayout {
@@ -208,6 +223,40 @@ pub(crate) fn all_finite(x: &Tensor) -> Result<bool> {
     // element. All threads that write it write the same value.
     unsafe { card.launch(&stream, name, blocks(rows, columns)?, THREADS, &arguments)? };
     Ok(flag.to_vec1::<u32>()? == [0])
+}
+
+/// Blocks that sum changes, at most: each writes two sums, which are added in host memory.
+const SUMMING_BLOCKS: usize = 512;
+
+/// The sums of `|x - base - kept|` and of `|kept|`, for [`crate::relative_change`]. The stream is waited for.
+pub(crate) fn sums_of_change(x: &Tensor, base: &Tensor, kept: &Tensor) -> Result<[f64; 2]> {
+    let columns = x.dim(D::Minus1)?;
+    let mut layout = RowLayout::in_rows_of(columns);
+    let ((of_x, rows), (of_base, _), (of_kept, _)) =
+        (layout.place(x)?, layout.place(base)?, layout.place(kept)?);
+    let count = blocks(rows, columns)?.0.min(SUMMING_BLOCKS);
+    let sums = Tensor::zeros(2 * count, DType::F32, x.device())?;
+    let arguments = ChangeArguments {
+        x: of_x,
+        base: of_base,
+        kept: of_kept,
+        sums: address_of(&sums)?,
+        rows,
+        columns: narrow(columns)?,
+        wide: layout.is_wide.into(),
+        unused: 0,
+    };
+    let device = x.device().as_cuda_device()?;
+    let name = format!("sum_changes_{}", kernel_dtype(x.dtype())?);
+    let (card, stream) = (Card::of(device)?, device.cuda_stream());
+    // SAFETY: the structure mirrors `elementwise.cuh`; the three tensors have these rows and columns and one dtype, and there are
+    // two sums for each block.
+    unsafe { card.launch(&stream, name, (count, 1, 1), THREADS, &arguments)? };
+    let mut all = [0.0; 2];
+    for (number, sum) in sums.to_vec1::<f32>()?.into_iter().enumerate() {
+        all[number % 2] += f64::from(sum);
+    }
+    Ok(all)
 }
 
 /// [`crate::relative_bias()`].

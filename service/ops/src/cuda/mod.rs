@@ -43,12 +43,13 @@ pub(crate) use attention::attention;
 pub(crate) use blocks::{add_repeated, average_blocks, patched, unpatched};
 pub(crate) use code::Recorder;
 pub(crate) use convolve::{convolve, taps_first, unwritten};
-pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias};
+pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias, sums_of_change};
 pub(crate) use euler::euler;
 #[cfg(test)]
 pub(crate) use linear::requantized;
 pub(crate) use linear::{
-    add_product, linear_as_one, linear_into, linears_in_fp8, multiplies_fp8, shifted_bias,
+    adapted_weight, add_product, linear_as_one, linear_into, linears_in_fp8, multiplies_fp8, quantize_weight,
+    shifted_bias,
 };
 pub(crate) use moments::group_moments;
 pub(crate) use norm::norm;

@@ -326,7 +326,7 @@ impl PreparedControl {
             buffers,
             &self.conditioning,
             step,
-            (wanted, &nobody),
+            (wanted, &nobody, None),
             &mut collect,
             go_on,
         )

@@ -61,6 +61,7 @@ impl Variant {
             Field::Mask,
             Field::Controls,
             Field::Adapters,
+            Field::StepCache,
         ]);
         const PLAIN: Reads = EVERY.and(&[Field::NegativePrompt, Field::TrueGuidance]);
         match self {

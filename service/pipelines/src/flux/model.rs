@@ -21,7 +21,7 @@ use crate::adapters::{AdapterFile, AdapterKind, AdapterSet, UsedAs};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
-use crate::mmdit::{flops_of_pass, is_modulator};
+use crate::mmdit::{StepCache, flops_of_pass, is_modulator, rows_of};
 use crate::sampling::{Denoiser, Prompts, passes_in_step};
 use crate::stage::Stage;
 use crate::text::clip::ClipConfig;
@@ -217,6 +217,8 @@ impl FluxModel {
         if request.negative().is_some() {
             buffers += negative_scratch(&self.transformer, tokens as usize, picture, steps, dtype);
         }
+        let cached = (generated, self.transformer.width());
+        buffers += StepCache::bytes(request, passes_in_step(request), cached, dtype);
         let mut scratch = denoiser.scratch(buffers, all_tokens, steps, request);
         if self.transformer.splits_last_layers {
             scratch += self.adapters.copied(denoiser.name, dtype);
@@ -243,10 +245,14 @@ impl FluxModel {
         if request.negative().is_some() {
             beside.push_str(" n");
         }
+        if request.step_cache > 0.0 {
+            beside.push_str(" cache");
+        }
         if !nets.is_empty() {
             beside.push_str(&format!(" c{}", nets.len()));
         }
-        let mut stage = denoiser.stage(DENOISE, request, scratch);
+        let mut stage =
+            denoiser.stage_with_copies(DENOISE, request, scratch, rows_of((tokens as usize, picture)));
         for net in nets {
             if !stage.components.contains(net) {
                 stage.components.push(net.clone());

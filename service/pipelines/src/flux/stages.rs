@@ -164,7 +164,10 @@ impl Stage<'_, FluxModel> {
         let kept = kept.map(|kept| kept.arranged(pack)).transpose()?;
 
         let component = (self.run.tensors)("transformer")?;
-        let adapters = self.attached("transformer", UsedAs::Steps)?;
+        let adapters = self
+            .model
+            .adapters
+            .attach_to_sampler("transformer", &self.run, on.0)?;
         let adapted = AdaptedTensors::new(&component, &adapters);
         let transformer =
             Transformer::with_adapters(config, &adapted).map_err(StageError::missing_in("transformer"))?;
@@ -208,7 +211,8 @@ impl Stage<'_, FluxModel> {
             request,
             (1, rows * columns, config.out_width()),
             on,
-        )?;
+        )?
+        .with_caches(request, (1, rows * columns, config.width()), on)?;
         let controls = self.prepared_controls(image, &prompted, &times)?;
 
         // Transposing a latent on the host costs nothing.
@@ -249,10 +253,10 @@ impl Stage<'_, FluxModel> {
                 }
             }
             // ControlNets read the prompt alone, and their residuals are added under both conditions, as in the reference.
-            let velocity = conditions.predict(|each| {
+            let velocity = conditions.predict(|each, cache| {
                 transformer.velocity_beside(
                     input,
-                    &each.conditioning,
+                    (&each.conditioning, cache),
                     row,
                     &step_buffers,
                     &mut beside,
@@ -265,6 +269,7 @@ impl Stage<'_, FluxModel> {
                 send_preview(preview, self.observer);
             }
         }
+        self.report_left_out(&conditions);
         to_host(&unpack(&latent.on_host()?, rows, columns)?)
     }
 

@@ -9,7 +9,7 @@ use super::trunk::{Trunk, TrunkConditioning};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
-use crate::mmdit::{BlockHook, Buffers, Modulator, Next, NoHook};
+use crate::mmdit::{BlockHook, Buffers, CacheOfPass, Modulator, Next, NoHook};
 use crate::sampling::Conditions;
 
 /// The transformer over resident tensors. It holds handles only, and allocates nothing.
@@ -147,17 +147,24 @@ impl Transformer {
         step_buffers: &'a StepBuffers,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<&'a Tensor, StageError> {
-        self.velocity_beside(latent, conditioning, step, step_buffers, &mut NoHook, go_on)
+        self.velocity_beside(
+            latent,
+            (conditioning, None),
+            step,
+            step_buffers,
+            &mut NoHook,
+            go_on,
+        )
     }
 
-    /// As [`Transformer::velocity`], with the residuals of ControlNets.
+    /// As [`Transformer::velocity`], with the residuals of ControlNets, and the cache of the condition's passes.
     ///
     /// # Errors
     /// Errors of [`Transformer::velocity`].
     pub(super) fn velocity_beside<'a>(
         &self,
         latent: &Tensor,
-        conditioning: &Conditioning,
+        (conditioning, cache): (&Conditioning, CacheOfPass<'_>),
         step: usize,
         step_buffers: &'a StepBuffers,
         beside: &mut dyn BlockHook,
@@ -185,7 +192,7 @@ impl Transformer {
             buffers,
             &conditioning.trunk,
             step,
-            (&generated, &last),
+            (&generated, &last, cache),
             beside,
             go_on,
         )?;

@@ -10,7 +10,7 @@ use super::transformer::Prompted;
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
-use crate::mmdit::{BlockHook, Blocks, Buffers, Modulations, Next, Part, Pass, StepEmbedder};
+use crate::mmdit::{BlockHook, Blocks, Buffers, CacheOfPass, Modulations, Next, Part, Pass, StepEmbedder};
 use crate::rotary::Rotations;
 
 /// Embedders and blocks over resident tensors. It holds handles only, and allocates nothing.
@@ -101,7 +101,7 @@ impl Trunk {
     }
 
     /// Embeds the text, and runs all blocks over the rows of the picture, which are embedded already. `wanted` are the rows
-    /// that are needed after the last block, normalized for `last`. `go_on` is called before every block.
+    /// that are needed after the last block, normalized for `last`; blocks may be left out by the cache. `go_on` is called before every block.
     ///
     /// # Errors
     /// Errors of candle, of `go_on`, and of `beside`.
@@ -110,7 +110,7 @@ impl Trunk {
         buffers: &Buffers,
         conditioning: &TrunkConditioning,
         step: usize,
-        (wanted, last): (&Part, &Next),
+        (wanted, last, cache): (&Part, &Next, CacheOfPass<'_>),
         beside: &mut dyn BlockHook,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<(), StageError> {
@@ -137,6 +137,7 @@ impl Trunk {
             apart: None,
             wanted,
             last,
+            cache,
         };
         self.blocks.run(&pass, beside, go_on)
     }

@@ -19,7 +19,7 @@ use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
-use crate::mmdit::{flops_of_pass, is_modulator};
+use crate::mmdit::{StepCache, flops_of_pass, is_modulator, rows_of};
 use crate::place::Place;
 use crate::sampling::{Denoiser, Prompts, passes_in_step};
 use crate::stage::Stage;
@@ -92,6 +92,7 @@ impl Variant {
             Field::Mask,
             Field::References,
             Field::Adapters,
+            Field::StepCache,
         ]);
         match self {
             Variant::Distilled => DISTILLED,
@@ -230,6 +231,9 @@ impl Flux2Model {
             (steps, passes_in_step(request)),
             self.parts.dtype(),
         );
+        let cached = (generated, self.transformer.width());
+        let buffers =
+            buffers + StepCache::bytes(request, passes_in_step(request), cached, self.parts.dtype());
         let scratch = denoiser.scratch(buffers, text + generated + references, steps, request);
         let mut beside = match references {
             0 => String::new(),
@@ -240,6 +244,9 @@ impl Flux2Model {
         }
         if request.negative().is_some() {
             beside.push_str(" n");
+        }
+        if request.step_cache > 0.0 {
+            beside.push_str(" cache");
         }
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
         StagePlan {
@@ -267,7 +274,7 @@ impl Flux2Model {
             // After every step the unmasked part is restored from the start picture.
             reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
-            ..denoiser.stage(DENOISE, request, scratch)
+            ..denoiser.stage_with_copies(DENOISE, request, scratch, rows_of((text, generated + references)))
         }
     }
 }

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use super::model::{Flux2Model, TEXT_ENCODER, TRANSFORMER};
 use super::references::{ENCODE_REFERENCE, REFERENCE, places};
 use super::transformer::{Conditioning, Prompted, Transformer, pack, unpack};
-use crate::adapters::{AdaptedTensors, UsedAs};
+use crate::adapters::AdaptedTensors;
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoders::kl::stages::send_preview;
 use crate::place::Place;
@@ -127,10 +127,7 @@ impl Stage<'_, Flux2Model> {
         let kept = kept.map(|kept| kept.arranged(pack)).transpose()?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;
-        let adapters =
-            model
-                .adapters
-                .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
+        let adapters = model.adapters.attach_to_sampler(TRANSFORMER, &self.run, on.0)?;
         let adapted = AdaptedTensors::new(&component, &adapters);
         let transformer = Transformer::with_adapters(&model.transformer, &adapted)
             .map_err(StageError::missing_in(TRANSFORMER))?;
@@ -159,7 +156,9 @@ impl Stage<'_, Flux2Model> {
             })
         })?;
         let shape = (1, picture.tokens(), model.transformer.in_channels);
-        let mut conditions = Conditions::new(conditions, request, shape, on)?;
+        let cached = (1, picture.tokens(), model.transformer.width());
+        let conditions = Conditions::new(conditions, request, shape, on)?;
+        let mut conditions = conditions.with_caches(request, cached, on)?;
 
         // Transposing a latent on the host costs nothing.
         let mut latent = SampledLatent::new(&pack(&latent)?, sigmas, kept, on)?;
@@ -178,9 +177,9 @@ impl Stage<'_, Flux2Model> {
                 row = 0;
             }
             let mut go_on = || self.observer.check_cancelled();
-            let velocity = conditions.predict(|each| {
-                let conditioning = &each.conditioning;
-                transformer.velocity(latent.seen(), conditioning, row, &step_buffers, &mut go_on)
+            let velocity = conditions.predict(|each, cache| {
+                let conditioning = (&each.conditioning, cache);
+                transformer.velocity_cached(latent.seen(), conditioning, row, &step_buffers, &mut go_on)
             })?;
             let shown = self.advance(step, &mut latent, &velocity, (TRANSFORMER, &adapters))?;
             if let Some(shown) = shown {
@@ -189,6 +188,7 @@ impl Stage<'_, Flux2Model> {
                 send_preview(preview, self.observer);
             }
         }
+        self.report_left_out(&conditions);
         to_host(&unpack(&latent.on_host()?, picture)?)
     }
 }

@@ -10,7 +10,7 @@ use super::positions::{positions, rotations};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
-use crate::mmdit::{Blocks, Buffers, Modulations, Modulator, Next, NoHook, Pass, SINUSOIDS};
+use crate::mmdit::{Blocks, Buffers, CacheOfPass, Modulations, Modulator, Next, NoHook, Pass, SINUSOIDS};
 use crate::place::Place;
 use crate::rotary::Rotations;
 use crate::sampling::Conditions;
@@ -135,6 +135,18 @@ impl Transformer {
         step_buffers: &'a StepBuffers,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<&'a Tensor, StageError> {
+        self.velocity_cached(latent, (conditioning, None), step, step_buffers, go_on)
+    }
+
+    /// As [`Transformer::velocity`], with the cache of the condition's passes.
+    pub(super) fn velocity_cached<'a>(
+        &self,
+        latent: &Tensor,
+        (conditioning, cache): (&Conditioning, CacheOfPass<'_>),
+        step: usize,
+        step_buffers: &'a StepBuffers,
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<&'a Tensor, StageError> {
         let buffers = &step_buffers.buffers;
         let scratch = buffers.scratch();
         let generated = buffers.generated(latent.dim(1)?)?;
@@ -162,6 +174,7 @@ impl Transformer {
             apart: None,
             wanted: &generated,
             last: &last,
+            cache,
         };
         self.blocks.run(&pass, &mut NoHook, go_on)?;
         self.last.forward_into(

@@ -114,7 +114,12 @@ pub struct HunyuanModel {
 }
 
 /// The optional fields of a request that every model of the family reads.
-const READS: Reads = Reads::of(&[Field::Adapters, Field::NegativePrompt, Field::TrueGuidance]);
+const READS: Reads = Reads::of(&[
+    Field::Adapters,
+    Field::NegativePrompt,
+    Field::TrueGuidance,
+    Field::StepCache,
+]);
 
 /// The optional fields of a request that the model reads. An end picture has no part in films that are sampled from their start.
 pub(super) fn reads(framepack: Option<Order>) -> Reads {

@@ -9,7 +9,7 @@ use super::model::{CLIP, HunyuanModel, LLAMA, TRANSFORMER, VAE, VISION, black};
 use super::sections::{LatentFrame, Sections};
 use super::transformer::{TokenCounts, denoise_scratch, negative_scratch};
 use crate::autoencoders::hunyuan::{decode_ladder, encode_ladder};
-use crate::mmdit::{flops_of_pass, is_modulator};
+use crate::mmdit::{StepCache, flops_of_pass, is_modulator, rows_of};
 use crate::sampling::{Denoiser, Prompts, passes_in_step};
 use crate::text::tokenizers::{TemplatedIds, TokenizeError};
 use crate::{Medium, PreviewNeed, Request, Role, Rung, Section, StagePlan, ValueShape, Video};
@@ -251,6 +251,8 @@ impl HunyuanModel {
             buffers += negative_scratch(&self.transformer, negative, request.steps, dtype);
             texts.push_str(&format!(" n{}", negative.text.next_multiple_of(TOKENS_AT_A_TIME)));
         }
+        let cached = (tokens.sampled, self.transformer.width());
+        buffers += StepCache::bytes(request, passes_in_step(request), cached, dtype);
         let scratch = denoiser.scratch(buffers, tokens.all(), request.steps, request);
         let named = encodings(request);
         let encoded = named.iter().zip(of_prompts.iter());
@@ -278,12 +280,13 @@ impl HunyuanModel {
         };
         StagePlan {
             shape: format!(
-                "{}x{} {} frames {texts}{}{}",
+                "{}x{} {} frames {texts}{}{}{}",
                 video.width,
                 video.height,
                 tokens.sampled,
                 self.parts.components.as_multiplied(TRANSFORMER),
                 if request.has_curves() { " curve" } else { "" },
+                if request.step_cache > 0.0 { " cache" } else { "" },
             ),
             steps: request.steps,
             takes,
@@ -301,7 +304,12 @@ impl HunyuanModel {
             section: section.map(of_film),
             // Previews have the colours of the picture that the film begins with.
             reads_media: request.preview,
-            ..denoiser.stage(DENOISE, request, scratch)
+            ..denoiser.stage_with_copies(
+                DENOISE,
+                request,
+                scratch,
+                rows_of((tokens.text + tokens.vision, tokens.seen + tokens.sampled)),
+            )
         }
     }
 

@@ -21,7 +21,7 @@ use super::positions::{self, Axes};
 use super::preview::ColourMap;
 use super::sections::{LatentFrame, Sections};
 use super::transformer::{Conditioning, Prompted, Seen, TokenCounts, Transformer};
-use crate::adapters::{AdaptedTensors, UsedAs};
+use crate::adapters::AdaptedTensors;
 use crate::autoencoders::hunyuan::{
     FrameDecoding, HunyuanVaeDecoder, HunyuanVaeEncoder, decode_ladder, encode_ladder,
 };
@@ -235,10 +235,10 @@ impl Stage<'_, HunyuanModel> {
         let on_card = |tensor: &Tensor| tensor.to_dtype(dtype)?.contiguous()?.to_device(device);
 
         let component = (self.run.tensors)(TRANSFORMER)?;
-        let adapters =
-            self.model
-                .adapters
-                .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
+        let adapters = self
+            .model
+            .adapters
+            .attach_to_sampler(TRANSFORMER, &self.run, dtype)?;
         let adapted = AdaptedTensors::new(&component, &adapters);
         let transformer = Transformer::new(config, &adapted).map_err(StageError::missing_in(TRANSFORMER))?;
 
@@ -308,8 +308,13 @@ impl Stage<'_, HunyuanModel> {
         let steps = sigmas.len() - 1;
         self.observer.check_cancelled()?;
         let shape = (1, tokens.sampled, config.token_width());
+        let cached = (1, tokens.sampled, config.width());
         let mut conditions =
-            Conditions::new(conditioned(&sigmas[..steps])?, request, shape, (dtype, device))?;
+            Conditions::new(conditioned(&sigmas[..steps])?, request, shape, (dtype, device))?.with_caches(
+                request,
+                cached,
+                (dtype, device),
+            )?;
 
         let mut latent = SampledLatent::new(&patches(&noise, FULL)?, sigmas, None, (dtype, device))?;
         let step_buffers = transformer.step_buffers(&tokens, (dtype, device))?;
@@ -330,8 +335,9 @@ impl Stage<'_, HunyuanModel> {
                 row = 0;
             }
             let mut go_on = || self.observer.check_cancelled();
-            let velocity = conditions
-                .predict(|each| transformer.velocity(latent.seen(), each, row, &step_buffers, &mut go_on))?;
+            let velocity = conditions.predict(|each, cache| {
+                transformer.velocity(latent.seen(), (each, cache), row, &step_buffers, &mut go_on)
+            })?;
             let shown = self.advance(step, &mut latent, &velocity, (TRANSFORMER, &adapters))?;
             if let (Some(colours), Some(shown)) = (&colours, shown) {
                 let clean = unpatched(&shown, frames, sides)?;
@@ -339,6 +345,7 @@ impl Stage<'_, HunyuanModel> {
                 self.observer.preview(preview.width, preview.height, preview.rgb);
             }
         }
+        self.report_left_out(&conditions);
         let sampled = unpatched(&latent.on_host()?, frames, sides)?;
         let (name, sampled) = match section {
             None => (LATENT.to_owned(), sampled),

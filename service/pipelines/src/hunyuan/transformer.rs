@@ -12,7 +12,7 @@ use super::refiner::{Refiner, RefinerConditioning};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
-use crate::mmdit::{Blocks, Buffers, Modulations, Modulator, Next, NoHook, Pass, StepEmbedder};
+use crate::mmdit::{Blocks, Buffers, CacheOfPass, Modulations, Modulator, Next, NoHook, Pass, StepEmbedder};
 use crate::rotary::Rotations;
 use crate::sampling::Conditions;
 
@@ -207,7 +207,7 @@ impl Transformer {
     pub(super) fn velocity<'a>(
         &self,
         latent: &Tensor,
-        conditioning: &Conditioning,
+        (conditioning, cache): (&Conditioning, CacheOfPass<'_>),
         step: usize,
         step_buffers: &'a StepBuffers,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
@@ -246,6 +246,7 @@ impl Transformer {
             apart: None,
             wanted: &sampled,
             last: &last,
+            cache,
         };
         self.blocks.run(&pass, &mut NoHook, go_on)?;
         self.last.forward_into(

@@ -9,10 +9,12 @@ mod embedder;
 mod layout;
 mod shape;
 mod stack;
+mod step_cache;
 
 pub(crate) use blocks::Modulator;
 pub(crate) use buffers::{Added, Apart, Buffers, Next, Part};
 pub(crate) use embedder::{SINUSOIDS, StepEmbedder, TwoLayers};
 pub(crate) use layout::{BlockNames, SingleNames, StreamNames};
-pub(crate) use shape::{BlocksShape, Design, block_of, flops_of_pass, is_modulator, role};
+pub(crate) use shape::{BlocksShape, Design, block_of, flops_of_pass, is_modulator, role, rows_of};
 pub(crate) use stack::{BlockHook, BlockPlace, Blocks, Modulations, NoHook, Pass};
+pub(crate) use step_cache::{CacheOfPass, StepCache};

@@ -161,6 +161,21 @@ pub(crate) fn block_of(shape: &BlocksShape, name: &str) -> Option<BlockPlace> {
     })
 }
 
+/// How many rows the layer of a weight has in a pass over the blocks, with so many tokens of text and others.
+pub(crate) fn rows_of((text, others): (usize, usize)) -> impl Fn(&str) -> usize {
+    let is_of_text = |weight: &str| {
+        [".add_", ".to_add_out", "_context.", ".txt_mlp."]
+            .iter()
+            .any(|part| weight.contains(part))
+    };
+    move |weight: &str| match weight.starts_with("transformer_blocks.") {
+        _ if is_modulator(weight) => 1,
+        true if is_of_text(weight) => text,
+        true => others,
+        false => text + others,
+    }
+}
+
 /// Floating-point operations of a pass over the blocks of a component, with so many tokens of text and others.
 pub(crate) fn flops_of_pass(
     shape: &BlocksShape,
@@ -168,17 +183,7 @@ pub(crate) fn flops_of_pass(
     name: &str,
     (text, others): (usize, usize),
 ) -> Flops {
-    let is_of_text = |weight: &str| {
-        [".add_", ".to_add_out", "_context.", ".txt_mlp."]
-            .iter()
-            .any(|part| weight.contains(part))
-    };
-    let rows_of = |weight: &str| match weight.starts_with("transformer_blocks.") {
-        true if is_of_text(weight) => text,
-        true => others,
-        false => text + others,
-    };
-    components.flops_of_products(name, rows_of)
+    components.flops_of_products(name, rows_of((text, others)))
         + flops_of_attention(shape.double + shape.single, text + others, shape.width())
 }
 

@@ -1,11 +1,14 @@
 //! All blocks of a transformer, and one pass through them.
 
+use std::cell::RefCell;
+
 use candle_core::{DType, Result, Tensor};
 use gpu::{MissingTensor, WeightStream};
 
 use super::blocks::{DoubleBlock, Modulator, SingleBlock, StreamModulation};
 use super::buffers::{Added, Apart, Buffers, Layers, Next, Part};
 use super::shape::{BlocksShape, Design};
+use super::step_cache::CacheOfPass;
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::{Linear, largest_scratch};
@@ -93,6 +96,8 @@ pub(crate) struct Pass<'a> {
     pub(crate) wanted: &'a Part,
     /// The norm of these rows.
     pub(crate) last: &'a Next,
+    /// Leaves out the blocks after the first where little changes.
+    pub(crate) cache: CacheOfPass<'a>,
 }
 
 impl Blocks {
@@ -178,7 +183,7 @@ impl Blocks {
         Buffers::new(&self.shape, (batch, text, generated), layers, on)
     }
 
-    /// Runs all blocks. `go_on` is called before every block.
+    /// Runs all blocks, or the first alone if the cache of the pass leaves out the others. `go_on` is called before every block.
     ///
     /// # Errors
     /// Errors of candle, of `go_on`, and of `beside`.
@@ -196,7 +201,12 @@ impl Blocks {
             apart,
             wanted,
             last,
+            cache,
         } = pass;
+        let mut cache = cache.map(RefCell::borrow_mut);
+        if let Some(cache) = &mut cache {
+            cache.begin(wanted)?;
+        }
         let (text, whole) = (buffers.text()?, buffers.whole()?);
         let shares = buffers.shares(step, apart)?;
         let rows = (shares.as_slice(), step);
@@ -232,6 +242,11 @@ impl Blocks {
                 }
             }
             beside.after_block(place, buffers)?;
+            if let (0, Some(cache)) = (i, &mut cache)
+                && cache.leaves_out(wanted, last)?
+            {
+                return Ok(());
+            }
         }
         for (i, (block, modulation)) in self.single.iter().zip(&modulations.single).enumerate() {
             go_on()?;
@@ -249,6 +264,14 @@ impl Blocks {
                 None => block.forward(buffers, modulation, step, rotations, (wanted, last), &added)?,
             }
             beside.after_block(place, buffers)?;
+            if let (0, true, Some(cache)) = (i, self.double.is_empty(), &mut cache)
+                && cache.leaves_out(wanted, last)?
+            {
+                return Ok(());
+            }
+        }
+        if let Some(cache) = &mut cache {
+            cache.end(wanted)?;
         }
         Ok(())
     }

@@ -20,7 +20,7 @@ use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
 use crate::autoencoders::kl::plan::LATENT;
 use crate::autoencoders::wan::{PictureAutoencoder, WanVaeConfig};
 use crate::flow_match::SchedulerConfig;
-use crate::mmdit::{flops_of_pass, is_modulator};
+use crate::mmdit::{StepCache, flops_of_pass, is_modulator, rows_of};
 use crate::sampling::{Denoiser, Prompts, passes_in_step};
 use crate::stage::Stage;
 use crate::start::{is_from_latent, steps_run};
@@ -232,6 +232,9 @@ impl QwenImageModel {
         };
         let passes = (steps, passes_in_step(request));
         let buffers = denoise_scratch(&self.transformer, tokens, passes, self.parts.dtype());
+        let cached = (tokens.generated, self.transformer.width());
+        let buffers =
+            buffers + StepCache::bytes(request, passes_in_step(request), cached, self.parts.dtype());
         let scratch = denoiser.scratch(buffers, tokens.all(), steps, request);
         let mut beside = match tokens.references {
             0 => String::new(),
@@ -242,6 +245,9 @@ impl QwenImageModel {
         }
         if request.negative().is_some() {
             beside.push_str(" n");
+        }
+        if request.step_cache > 0.0 {
+            beside.push_str(" cache");
         }
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
         StagePlan {
@@ -270,7 +276,12 @@ impl QwenImageModel {
             // After every step the unmasked part is restored from the start picture.
             reads_media: image.mask.is_some(),
             preview: request.preview.then(|| self.autoencoder().preview_need(image)),
-            ..denoiser.stage(DENOISE, request, scratch)
+            ..denoiser.stage_with_copies(
+                DENOISE,
+                request,
+                scratch,
+                rows_of((tokens.text, tokens.generated + tokens.references)),
+            )
         }
     }
 }

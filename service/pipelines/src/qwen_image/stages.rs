@@ -8,7 +8,7 @@ use candle_core::{DType, Tensor};
 use super::model::{QwenImageModel, TEXT_ENCODER, TRANSFORMER, VISION};
 use super::references::{ENCODE_PICTURE, ENCODE_REFERENCE, PICTURE, REFERENCE, places};
 use super::transformer::{Prompted, TokenCounts, Transformer};
-use crate::adapters::{AdaptedTensors, UsedAs};
+use crate::adapters::AdaptedTensors;
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::flux::{pack, unpack};
 use crate::sampling::{Conditions, Length, Prompts, SampledLatent};
@@ -133,10 +133,7 @@ impl Stage<'_, QwenImageModel> {
         let kept = kept.map(|kept| kept.arranged(pack)).transpose()?;
 
         let component = (self.run.tensors)(TRANSFORMER)?;
-        let adapters =
-            model
-                .adapters
-                .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
+        let adapters = model.adapters.attach_to_sampler(TRANSFORMER, &self.run, on.0)?;
         let adapted = AdaptedTensors::new(&component, &adapters);
         let transformer = Transformer::with_adapters(&model.transformer, &adapted)
             .map_err(StageError::missing_in(TRANSFORMER))?;
@@ -156,7 +153,9 @@ impl Stage<'_, QwenImageModel> {
             })
         })?;
         let shape = (1, tokens.generated, model.transformer.in_channels);
+        let cached = (1, tokens.generated, model.transformer.width());
         let conditions = Conditions::new(conditions, request, shape, on)?.of_length(Length::OfPrompt);
+        let conditions = conditions.with_caches(request, cached, on)?;
 
         // Transposing a latent on the host costs nothing.
         let mut latent = SampledLatent::new(&pack(&latent)?, sigmas, kept, on)?;
@@ -172,9 +171,9 @@ impl Stage<'_, QwenImageModel> {
                 row = 0;
             }
             let mut go_on = || self.observer.check_cancelled();
-            let velocity = conditions.predict(|each| {
+            let velocity = conditions.predict(|each, cache| {
                 let times = (&modulated, row);
-                transformer.velocity(latent.seen(), times, each, &step_buffers, &mut go_on)
+                transformer.velocity_cached(latent.seen(), times, (each, cache), &step_buffers, &mut go_on)
             })?;
             let shown = self.advance(step, &mut latent, &velocity, (TRANSFORMER, &adapters))?;
             if let Some(shown) = shown {
@@ -182,6 +181,7 @@ impl Stage<'_, QwenImageModel> {
                 model.autoencoder().preview(self, &clean)?;
             }
         }
+        self.report_left_out(&conditions);
         to_host(&unpack(&latent.on_host()?, place.rows, place.columns)?)
     }
 }

@@ -11,7 +11,7 @@ use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 use crate::mmdit::{
-    Apart, Blocks, Buffers, Modulations, Modulator, Next, NoHook, Pass, SINUSOIDS, TwoLayers,
+    Apart, Blocks, Buffers, CacheOfPass, Modulations, Modulator, Next, NoHook, Pass, SINUSOIDS, TwoLayers,
 };
 use crate::place::Place;
 use crate::rotary::Rotations;
@@ -178,6 +178,24 @@ impl Transformer {
         step_buffers: &'a StepBuffers,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<&'a Tensor, StageError> {
+        self.velocity_cached(
+            latent,
+            (modulated, row),
+            (conditioning, None),
+            step_buffers,
+            go_on,
+        )
+    }
+
+    /// As [`Transformer::velocity`], with the cache of the condition's passes.
+    pub(super) fn velocity_cached<'a>(
+        &self,
+        latent: &Tensor,
+        (modulated, row): (&Modulated, usize),
+        (conditioning, cache): (&Conditioning, CacheOfPass<'_>),
+        step_buffers: &'a StepBuffers,
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<&'a Tensor, StageError> {
         // They are as long as the longest text.
         let longest = &step_buffers.buffers;
         let shorter = longest.text - conditioning.sequence.dim(1)?;
@@ -214,6 +232,7 @@ impl Transformer {
             apart,
             wanted: &generated,
             last: &last,
+            cache,
         };
         self.blocks.run(&pass, &mut NoHook, go_on)?;
         self.last.forward_into(

@@ -77,6 +77,7 @@ impl Variant {
             Field::Adapters,
             Field::NegativePrompt,
             Field::TrueGuidance,
+            Field::StepCache,
         ]);
         match self {
             Variant::Text => EVERY.and(&[Field::InitImage, Field::Mask]),

@@ -130,7 +130,7 @@ impl Stage<'_, ZImageModel> {
             let mut go_on = || self.observer.check_cancelled();
             let conditions = conditions.guided(model.guidance.guides_at(times[step]));
             let velocity = conditions
-                .predict(|each| {
+                .predict(|each, _| {
                     let conditioning = &each.conditioning;
                     transformer.direction(latent.seen(), conditioning, row, &step_buffers, &mut go_on)
                 })?

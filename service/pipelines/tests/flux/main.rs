@@ -26,4 +26,5 @@ mod refusals;
 #[path = "../shapes_asked/mod.rs"]
 mod shapes_asked;
 mod stages;
+mod step_cache;
 mod text;

@@ -24,3 +24,4 @@ mod refusals;
 #[path = "../shapes_asked/mod.rs"]
 mod shapes_asked;
 mod spellings;
+mod step_cache;

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu, QuantizedWeight, Weight};
 use pipelines::{
-    HostTensor, Model, Observer, Piece, Precision, Request, Role, StageError, StagePlan, StageRun, Values,
-    families,
+    HostTensor, Model, Observer, PassesLeftOut, Piece, Precision, Request, Role, StageError, StagePlan,
+    StageRun, Values, families,
 };
 
 use residency::{Component, Part};
@@ -216,6 +216,25 @@ impl Observer for Delivered {
     }
     fn cancelled(&self) -> bool {
         false
+    }
+}
+
+/// Takes down how many passes were left out.
+#[derive(Default)]
+pub(crate) struct CountsPasses(pub(crate) Option<PassesLeftOut>);
+
+impl Observer for CountsPasses {
+    fn step(&mut self, _n: u32, _of: u32) {}
+    fn wants_preview(&mut self) -> bool {
+        false
+    }
+    fn preview(&mut self, _width: u32, _height: u32, _rgb: Vec<u8>) {}
+    fn deliver(&mut self, _piece: Piece) {}
+    fn cancelled(&self) -> bool {
+        false
+    }
+    fn left_out(&mut self, passes: PassesLeftOut) {
+        self.0 = Some(passes);
     }
 }
 

@@ -159,7 +159,7 @@ async fn made(job: &str, files: &Gathered, preview: Option<Vec<u8>>, report: &Jo
     let seconds = report.total.as_secs_f64();
     let mut words = format!("Made in {seconds:.1} s with the seed {}.", report.seed);
     for approximation in &report.approximations {
-        words = format!("{words} Memory was short: {approximation}.");
+        words = format!("{words} An approximation: {approximation}.");
     }
     content.push(ContentBlock::text(words));
     let mut result = CallToolResult::success(content);

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use gpu::{CardDescription, CardKind};
-use model::{RequestError, Role, Values};
+use model::{PassesLeftOut, RequestError, Role, Values};
 use residency::{Bytes, Component, ComponentId, Part};
 use tokio::time::Instant;
 
@@ -366,8 +366,18 @@ impl Core {
                 job.report.resident_already.push(name.clone());
             }
         }
+        let mut approximations = Vec::new();
         if completed.approximate {
-            let words = format!("{} in {}", job.name_of(step), completed.chunking);
+            approximations.push(format!("{} in {}", job.name_of(step), completed.chunking));
+        }
+        if let Some(PassesLeftOut {
+            left_out: left_out @ 1..,
+            of,
+        }) = completed.passes_left_out
+        {
+            approximations.push(format!("{} without {left_out} of {of} passes", job.name_of(step)));
+        }
+        for words in approximations {
             if !job.report.approximations.contains(&words) {
                 job.report.approximations.push(words);
             }
@@ -383,6 +393,7 @@ impl Core {
             predicted_scratch: completed.predicted_scratch,
             chunking: completed.chunking,
             attention: completed.attention,
+            passes_left_out: completed.passes_left_out,
             memory: completed.memory,
             cached: false,
             item: step.item,
