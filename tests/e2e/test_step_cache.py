@@ -47,7 +47,7 @@ def test_a_change_out_of_bounds_is_refused(demo_client: moored.Client, change: f
     assert "step_cache" in str(refused.value)
 
 
-def test_a_model_that_leaves_nothing_out_refuses_it(demo_client: moored.Client) -> None:
+def test_a_model_that_does_not_read_the_field_refuses_it(demo_client: moored.Client) -> None:
     with pytest.raises(moored.InvalidRequest) as refused:
         demo_client.generate_audio("a drum", model="moored/demo-sound", step_cache=0.1)
     assert "step_cache" in str(refused.value)

@@ -48,43 +48,41 @@ pub struct LowAdmission {
     pub short: Bytes,
 }
 
-/// Chooses a rung: the first exact one that runs without evictions, else the first exact one that runs (exact ones differ in the last
-/// bits where a library computes pieces of other sizes by other algorithms, so the first is preferred); those that leave
-/// components in the machine's memory by the same rule only if no other exact one runs, and approximate ones after that. One that keeps
-/// copies of weights is chosen only where it needs nothing but loads. An
-/// empty list is a plain load: the components without scratch, rung 0.
+/// Chooses a rung. One that keeps copies of weights comes first, if it needs nothing but loads. Then the first exact one that runs
+/// without evictions, else the first exact one that runs (exact ones differ in the last bits where a library computes pieces of other
+/// sizes by other algorithms, so the first is preferred); those that leave components in the machine's memory by the same rule only if
+/// no other exact one runs, and approximate ones after that. An empty list is a plain load: the components without scratch, rung 0.
 pub fn choose_rung(ledger: &Ledger, need: &Need, policy: Policy, now: Millis) -> Admission {
-    let is_in_free_memory = |rung: usize| need.rungs().get(rung).is_some_and(|rung| !rung.copies.is_empty());
-    let is_whole =
-        |component: &Component| ledger.resident(&component.id).is_none() || ledger.is_whole(&component.id);
-    // Copies are made where all components are on the card, or will be, without a component that goes for it.
-    let only_loads = |moves: &[Move]| {
-        need.components.iter().all(is_whole) && moves.iter().all(|m| matches!(m, Move::Load(_, Part::WHOLE)))
-    };
     let verdicts: Vec<(Kind, Verdict)> = ways(need)
         .map(|(kind, stage)| (kind, plan(ledger, &stage, policy, now)))
         .collect();
-    for kind in [Kind::Resident, Kind::FromHost, Kind::Approximate] {
-        let runs = |evicting_too: bool| {
+    let only_loads = |moves: &[Move]| only_loads(ledger, need, moves);
+    let evicts_nothing = |moves: &[Move]| !evicts(ledger, moves);
+    for kind in [
+        Kind::WithCopies,
+        Kind::Resident,
+        Kind::FromHost,
+        Kind::Approximate,
+    ] {
+        let runs = |suits: &dyn Fn(&[Move]) -> bool| {
             verdicts
                 .iter()
                 .enumerate()
                 .find_map(|(rung, (of, verdict))| match verdict {
-                    Verdict::Run { moves }
-                        if is_in_free_memory(rung) && (evicting_too || !only_loads(moves)) =>
-                    {
-                        None
-                    }
-                    Verdict::Run { moves } if *of == kind && (evicting_too || !evicts(ledger, moves)) => {
-                        Some(Admission::Run {
-                            rung,
-                            moves: moves.clone(),
-                        })
-                    }
+                    Verdict::Run { moves } if *of == kind && suits(moves) => Some(Admission::Run {
+                        rung,
+                        moves: moves.clone(),
+                    }),
                     _ => None,
                 })
         };
-        if let Some(admission) = runs(false).or_else(|| runs(true)) {
+        let admission = match kind {
+            Kind::WithCopies => runs(&only_loads),
+            Kind::Resident | Kind::FromHost | Kind::Approximate => {
+                runs(&evicts_nothing).or_else(|| runs(&|_| true))
+            }
+        };
+        if let Some(admission) = admission {
             return admission;
         }
     }
@@ -121,6 +119,8 @@ pub fn not_resident_yet(ledger: &Ledger, components: &[Component], scratch: Byte
 /// Kind of a way to run a stage, in the order in which they are tried.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
+    /// Exact and faster, with copies of weights in memory that is free.
+    WithCopies,
     /// Exact, with all components resident.
     Resident,
     /// Exact, with some in the machine's memory.
@@ -131,6 +131,7 @@ enum Kind {
 impl Kind {
     fn of(rung: &Rung) -> Kind {
         match (rung.approximate, rung.from_host.is_empty()) {
+            _ if !rung.copies.is_empty() => Kind::WithCopies,
             (true, _) => Kind::Approximate,
             (false, true) => Kind::Resident,
             (false, false) => Kind::FromHost,
@@ -147,6 +148,12 @@ fn ways(need: &Need) -> impl Iterator<Item = (Kind, StageNeed)> {
     let numbered = rungs.iter().enumerate();
     let on_rungs = numbered.map(|(index, rung)| (Kind::of(rung), need.on_rung(index, None)));
     plain_load.into_iter().chain(on_rungs)
+}
+
+/// Whether all components are on the card as a whole, or will be by loads alone.
+fn only_loads(ledger: &Ledger, need: &Need, moves: &[Move]) -> bool {
+    let is_whole = |c: &Component| ledger.resident(&c.id).is_none() || ledger.is_whole(&c.id);
+    need.components.iter().all(is_whole) && moves.iter().all(|m| matches!(m, Move::Load(_, Part::WHOLE)))
 }
 
 /// Whether moves take something from the card that is to be read again. Of a component that is streamed already a few blocks more or

@@ -85,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_change_has_no_change_and_nothing_to_compare_with_an_infinite_one() -> Result<()> {
+    fn equal_branches_have_no_change_and_beside_zeros_the_change_is_infinite() -> Result<()> {
         let x = here(&random(&[1, 5, 16], 1)?);
         let zero = here(&Tensor::zeros((1, 5, 16), DType::F32, &Device::Cpu)?);
         assert_eq!(relative_change(&x, &zero, &x)?, 0.0);

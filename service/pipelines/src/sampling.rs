@@ -85,6 +85,17 @@ pub(crate) fn passes_in_step(request: &Request) -> u32 {
     1 + u32::from(request.negative().is_some())
 }
 
+/// What of a request's sampling its peak depends on, besides sizes: for the shape of its stage.
+pub(crate) fn shape_of_sampling(request: &Request) -> String {
+    let parts = [
+        (request.has_curves(), " curve"),
+        (request.negative().is_some(), " n"),
+        (request.step_cache > 0.0, " cache"),
+    ];
+    let those = parts.into_iter().filter(|(is_so, _)| *is_so);
+    those.map(|(_, part)| part).collect()
+}
+
 /// A value for the prompt of a request, and one for its negative prompt where that has an effect
 /// ([`Request::negative`]).
 #[derive(Clone, Copy, Debug)]

@@ -191,7 +191,7 @@ fn fit_on(needs: &[Need], room: &Room) -> Option<Fit> {
 fn stage_sizes(need: &Need) -> StageSizes {
     let plan = need.plan.as_ref().unwrap();
     // Exact ways are tried before approximate ones.
-    // Copies of weights are kept where memory is free: nobody needs it.
+    // A card need not have the memory for copies: they are kept where it is free.
     let needed = plan.rungs.iter().filter(|rung| rung.copies.is_empty());
     let (approximate, exact): (Vec<_>, Vec<_>) = needed.partition(|rung| rung.approximate);
     StageSizes {

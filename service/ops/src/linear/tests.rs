@@ -352,6 +352,28 @@ fn defined_with_terms(x: &Tensor, weight: &Tensor, bias: &Tensor, terms: &[Term]
     product.broadcast_add(&wide(bias)?)?.to_dtype(DType::F32)
 }
 
+/// A layer in full precision, its rows, and two terms.
+struct Adapted {
+    terms: Vec<Term>,
+    x: Tensor,
+    bias: Tensor,
+    full: Weight,
+}
+
+impl Adapted {
+    fn random((tokens, rows, columns): (usize, usize, usize), dtype: DType) -> Result<Adapted> {
+        let terms = [(4, 0.7, 5), (3, -1.3, 7)]
+            .map(|(rank, factor, seed)| Term::random((rank, rows, columns), factor, seed, dtype));
+        let numbers = |shape: &[usize], seed| here(&random(shape, seed)?).to_dtype(dtype);
+        Ok(Adapted {
+            terms: terms.into_iter().collect::<Result<_>>()?,
+            x: numbers(&[tokens, columns], 1)?,
+            bias: numbers(&[rows], 2)?,
+            full: Weight::Full(numbers(&[rows, columns], 3)?),
+        })
+    }
+}
+
 fn format_of(weight: &Weight) -> Option<WeightFormat> {
     match weight {
         Weight::Full(_) => None,
@@ -365,14 +387,10 @@ fn low_rank_terms_equal_a_merged_weight_in_every_format() -> Result<()> {
     let scratch = Scratch::new(8 << 20, device)?;
     // Of the last, terms are added to the weight on a card.
     for (tokens, rows, columns) in [(1, 11, 256), (9, 64, 512), (130, 64, 512)] {
-        // Each term is rounded to bf16 for itself.
-        for (dtype, tolerance) in [(DType::F32, F32_PRODUCT), (DType::BF16, 2.0 * BF16_OPERATION)] {
-            let terms = [(4, 0.7, 5), (3, -1.3, 7)]
-                .map(|(rank, factor, seed)| Term::random((rank, rows, columns), factor, seed, dtype));
-            let terms: Vec<Term> = terms.into_iter().collect::<Result<_>>()?;
-            let x = here(&random(&[tokens, columns], 1)?).to_dtype(dtype)?;
-            let bias = here(&random(&[rows], 2)?).to_dtype(dtype)?;
-            let full = Weight::Full(here(&random(&[rows, columns], 3)?).to_dtype(dtype)?);
+        // A card rounds each term to bf16 for itself.
+        let of_bf16 = if device.is_cpu() { 1.0 } else { 2.0 } * BF16_OPERATION;
+        for (dtype, tolerance) in [(DType::F32, F32_PRODUCT), (DType::BF16, of_bf16)] {
+            let Adapted { terms, x, bias, full } = Adapted::random((tokens, rows, columns), dtype)?;
             let fitting = formats()
                 .into_iter()
                 .filter(|format| rows.is_multiple_of(format.multiple_of_rows()));
@@ -419,12 +437,7 @@ fn a_copy_of_a_weight_with_its_terms_equals_the_layer_with_them() -> Result<()> 
     let scratch = Scratch::new(8 << 20, device)?;
     let (tokens, rows, columns) = (130, 64, 512);
     for (dtype, tolerance) in [(DType::F32, F32_PRODUCT), (DType::BF16, BF16_OPERATION)] {
-        let terms = [(4, 0.7, 5), (3, -1.3, 7)]
-            .map(|(rank, factor, seed)| Term::random((rank, rows, columns), factor, seed, dtype));
-        let terms: Vec<Term> = terms.into_iter().collect::<Result<_>>()?;
-        let x = here(&random(&[tokens, columns], 1)?).to_dtype(dtype)?;
-        let bias = here(&random(&[rows], 2)?).to_dtype(dtype)?;
-        let full = Weight::Full(here(&random(&[rows, columns], 3)?).to_dtype(dtype)?);
+        let Adapted { terms, x, bias, full } = Adapted::random((tokens, rows, columns), dtype)?;
         let int8 = quantized(
             WeightFormat::Int8,
             &[rows, columns],

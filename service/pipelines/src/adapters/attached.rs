@@ -141,9 +141,8 @@ struct AttachedAdapter {
 #[derive(Clone, Default)]
 pub(crate) struct AttachedAdapters {
     all: Vec<AttachedAdapter>,
-    /// Copies of weights with their terms.
-    copies: Copies,
-    dtype: Option<DType>,
+    /// Copies of weights, where the stage keeps some.
+    copies: Option<Copies>,
 }
 
 impl fmt::Debug for AttachedAdapters {
@@ -166,11 +165,10 @@ impl AttachedAdapters {
         });
     }
 
-    /// The same adapters, with copies of weights in this dtype.
-    pub(super) fn with_copies(self, copies: Copies, dtype: DType) -> AttachedAdapters {
+    /// The same adapters, with copies of weights.
+    pub(super) fn with_copies(self, copies: Copies) -> AttachedAdapters {
         AttachedAdapters {
-            copies,
-            dtype: Some(dtype),
+            copies: Some(copies),
             ..self
         }
     }
@@ -310,13 +308,15 @@ impl<'a> AdaptedTensors<'a> {
 
     /// Whether a copy of the weight of a layer of this name is kept.
     pub(crate) fn keeps_copy(&self, layer: &str) -> bool {
-        self.adapters.copies.has(layer)
+        self.adapters
+            .copies
+            .as_ref()
+            .is_some_and(|copies| copies.has(layer))
     }
 
     /// The copy of the weight of a layer of this name with its terms, if one is kept.
     pub(crate) fn copy_of(&self, layer: &str, weight: &Weight) -> Option<Copy> {
-        let dtype = self.adapters.dtype?;
-        self.adapters.copies.of_layer(layer, weight, dtype)
+        self.adapters.copies.as_ref()?.of_layer(layer, weight)
     }
 
     /// The terms of a convolution of this name, with a weight of this shape.

@@ -1,7 +1,6 @@
 //! Copies of weights with the terms of adapters: made once in a stage, instead of in every step.
 
 use std::collections::BTreeSet;
-use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -21,23 +20,32 @@ enum Kind {
     Fp8,
 }
 
-/// The representation of the copy of a weight `[outputs, inputs]` for this many rows; `None`: there is none. `format` is that of a
-/// quantized weight.
-fn kind_of(
-    format: Option<WeightFormat>,
-    shape: [usize; 2],
-    rows: usize,
-    copies: AdapterCopies,
-) -> Option<Kind> {
-    if copies == AdapterCopies::Never || !ops::adapts_weight(shape, rows) {
-        return None;
+impl Kind {
+    /// That of the copy of a weight. `format` is that of a quantized one.
+    fn of(format: Option<WeightFormat>) -> Kind {
+        match format {
+            Some(format) if ops::is_multiplied_in_fp8(format) => Kind::Fp8,
+            Some(_) | None => Kind::Numbers,
+        }
     }
-    match format {
-        None => Some(Kind::Numbers),
-        Some(format) if format.input_shift() != InputShift::None => None,
-        Some(format) if !ops::is_multiplied_in_fp8(format) => Some(Kind::Numbers),
-        Some(_) if copies == AdapterCopies::Always => Some(Kind::Fp8),
-        Some(_) => None,
+
+    fn of_weight(weight: &Weight) -> Kind {
+        match weight {
+            Weight::Full(_) => Kind::of(None),
+            Weight::Quantized(quantized) => Kind::of(Some(quantized.format)),
+        }
+    }
+
+    /// That of the copy of a weight `[outputs, inputs]` that is kept for this many rows; `None`: none is kept.
+    fn kept(format: Option<WeightFormat>, shape: [usize; 2], rows: usize) -> Option<Kind> {
+        let (kind, copies) = (Kind::of(format), ops::adapter_copies());
+        let shifts = format.is_some_and(|format| format.input_shift() != InputShift::None);
+        let is_asked = match copies {
+            AdapterCopies::Never => false,
+            AdapterCopies::Exact => kind == Kind::Numbers,
+            AdapterCopies::Always => true,
+        };
+        (is_asked && !shifts && ops::adapts_weight(shape, rows)).then_some(kind)
     }
 }
 
@@ -55,18 +63,18 @@ pub(super) fn planned<'a>(
     rows_of: impl Fn(&str) -> usize,
     dtype: DType,
 ) -> Planned {
-    let copies = ops::adapter_copies();
     let linear = |part: &'a AdapterPart| {
         let layers = part.scales.keys();
-        layers.filter(|layer| !part.convolutions.contains_key(*layer))
+        let linear = layers.filter(|layer| !part.convolutions.contains_key(*layer));
+        linear.map(String::as_str)
     };
-    let adapted: BTreeSet<&String> = parts.flat_map(linear).collect();
+    let adapted: BTreeSet<&str> = parts.flat_map(linear).collect();
     let (mut layers, mut numbers, mut codes, mut largest) = (Vec::new(), 0, 0, 0);
     for source in components.sources(base) {
         let Some(layer) = source.name.strip_suffix(".weight") else {
             continue;
         };
-        if !adapted.contains(&layer.to_owned()) {
+        if !adapted.contains(layer) {
             continue;
         }
         let (outputs, inputs) = gpu::rows_and_columns(&source.shape);
@@ -75,7 +83,7 @@ pub(super) fn planned<'a>(
             Target::Full(_) => None,
         };
         let bytes = outputs * inputs * dtype.size_in_bytes();
-        match kind_of(format, [outputs, inputs], rows_of(&source.name), copies) {
+        match Kind::kept(format, [outputs, inputs], rows_of(&source.name)) {
             None => continue,
             Some(Kind::Numbers) => numbers += bytes,
             Some(Kind::Fp8) => {
@@ -94,25 +102,17 @@ pub(super) fn planned<'a>(
 const FP8: WeightFormat = WeightFormat::Fp8(Fp8Scales::Rows);
 
 /// The copies of one stage.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct Copies {
     layers: Arc<BTreeSet<String>>,
+    /// Of those in full precision, if there are any.
     room: Option<Arc<Mutex<Room>>>,
-}
-
-impl fmt::Debug for Copies {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = if self.room.is_none() {
-            "fp8"
-        } else {
-            "full precision"
-        };
-        write!(f, "a copy in {kind}")
-    }
+    dtype: DType,
 }
 
 /// Memory of the copies in full precision: those of layers that run one after the other are next to each other, so that layers over
 /// the same rows are one product with copies as without.
+#[derive(Debug)]
 struct Room {
     numbers: Tensor,
     used: usize,
@@ -131,21 +131,20 @@ impl Copies {
         let named = Copies {
             layers: Arc::new(layers.iter().cloned().collect()),
             room: None,
+            dtype,
         };
         if device.is_cpu() {
             return Ok(named);
         }
-        let mut count = 0;
-        for layer in layers {
-            match component.weight(&format!("{layer}.weight")) {
-                Ok(weight) if weight.dims().len() > 2 => {} // of a convolution, which keeps it
-                Ok(Weight::Full(weight)) => count += weight.elem_count(),
-                Ok(Weight::Quantized(weight)) if !ops::is_multiplied_in_fp8(weight.format) => {
-                    count += weight.shape.iter().product::<usize>();
-                }
-                Ok(Weight::Quantized(_)) | Err(_) => {}
-            }
-        }
+        // Those of convolutions are kept by themselves.
+        let weights = layers
+            .iter()
+            .filter_map(|layer| component.weight(&format!("{layer}.weight")).ok());
+        let numbers =
+            weights.filter(|weight| weight.dims().len() == 2 && Kind::of_weight(weight) == Kind::Numbers);
+        let count = numbers
+            .map(|weight| weight.dims().iter().product::<usize>())
+            .sum();
         if count == 0 {
             return Ok(named);
         }
@@ -162,17 +161,18 @@ impl Copies {
     }
 
     /// The copy of a layer's weight, if one is kept. It is made when the layer is first used.
-    pub(crate) fn of_layer(&self, layer: &str, weight: &Weight, dtype: DType) -> Option<Copy> {
+    pub(crate) fn of_layer(&self, layer: &str, weight: &Weight) -> Option<Copy> {
         if !self.has(layer) {
             return None;
         }
-        let room = match weight {
-            Weight::Quantized(quantized) if ops::is_multiplied_in_fp8(quantized.format) => {
+        let room = match (Kind::of_weight(weight), weight) {
+            (Kind::Numbers, _) => Some(Arc::clone(self.room.as_ref()?)),
+            (Kind::Fp8, Weight::Full(_)) => return None,
+            (Kind::Fp8, Weight::Quantized(quantized)) => {
                 // A card without such products adds the terms in every step.
-                let is_fp8 = ops::multiplies_fp8(quantized.bytes.device(), weight, dtype);
+                let is_fp8 = ops::multiplies_fp8(quantized.bytes.device(), weight, self.dtype);
                 is_fp8.unwrap_or(false).then_some(None)?
             }
-            Weight::Full(_) | Weight::Quantized(_) => Some(Arc::clone(self.room.as_ref()?)),
         };
         Some(Copy {
             room,
@@ -182,22 +182,11 @@ impl Copies {
 }
 
 /// The copy of one weight.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub(crate) struct Copy {
     /// Where it is written in full precision; `None` for one in fp8.
     room: Option<Arc<Mutex<Room>>>,
     made: Arc<OnceLock<Weight>>,
-}
-
-impl fmt::Debug for Copy {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let kind = if self.room.is_none() {
-            "fp8"
-        } else {
-            "full precision"
-        };
-        write!(f, "a copy in {kind}")
-    }
 }
 
 impl Copy {

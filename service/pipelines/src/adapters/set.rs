@@ -223,7 +223,7 @@ impl AdapterSet {
         let attached = self.attach(&run.request.adapters, base, UsedAs::Steps, run.tensors)?;
         let layers = run.plan.rungs.get(run.rung).map_or(&[][..], |rung| &rung.copies);
         let copies = Copies::of(layers, &*(run.tensors)(base)?, (dtype, run.device))?;
-        Ok(attached.with_copies(copies, dtype))
+        Ok(attached.with_copies(copies))
     }
 
     /// Attaches the adapters that a request uses on a component.

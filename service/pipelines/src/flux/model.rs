@@ -22,7 +22,7 @@ use crate::autoencoders::kl::VaeConfig;
 use crate::autoencoders::kl::plan::{Autoencoder, LATENT};
 use crate::flow_match::SchedulerConfig;
 use crate::mmdit::{StepCache, flops_of_pass, is_modulator, rows_of};
-use crate::sampling::{Denoiser, Prompts, passes_in_step};
+use crate::sampling::{Denoiser, Prompts, passes_in_step, shape_of_sampling};
 use crate::stage::Stage;
 use crate::text::clip::ClipConfig;
 use crate::text::t5::T5Config;
@@ -239,15 +239,7 @@ impl FluxModel {
             0 => String::new(),
             tokens => format!(" r{tokens}"),
         };
-        if request.has_curves() {
-            beside.push_str(" curve");
-        }
-        if request.negative().is_some() {
-            beside.push_str(" n");
-        }
-        if request.step_cache > 0.0 {
-            beside.push_str(" cache");
-        }
+        beside.push_str(&shape_of_sampling(request));
         if !nets.is_empty() {
             beside.push_str(&format!(" c{}", nets.len()));
         }

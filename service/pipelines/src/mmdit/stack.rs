@@ -207,6 +207,11 @@ impl Blocks {
         if let Some(cache) = &mut cache {
             cache.begin(wanted)?;
         }
+        // Whether all blocks after the first of a pass are left out.
+        let mut is_left_out = |is_first: bool| match &mut cache {
+            Some(cache) if is_first => cache.leaves_out(wanted, last),
+            _ => Ok(false),
+        };
         let (text, whole) = (buffers.text()?, buffers.whole()?);
         let shares = buffers.shares(step, apart)?;
         let rows = (shares.as_slice(), step);
@@ -242,9 +247,7 @@ impl Blocks {
                 }
             }
             beside.after_block(place, buffers)?;
-            if let (0, Some(cache)) = (i, &mut cache)
-                && cache.leaves_out(wanted, last)?
-            {
+            if is_left_out(i == 0)? {
                 return Ok(());
             }
         }
@@ -264,9 +267,7 @@ impl Blocks {
                 None => block.forward(buffers, modulation, step, rotations, (wanted, last), &added)?,
             }
             beside.after_block(place, buffers)?;
-            if let (0, true, Some(cache)) = (i, self.double.is_empty(), &mut cache)
-                && cache.leaves_out(wanted, last)?
-            {
+            if is_left_out(i == 0 && self.double.is_empty())? {
                 return Ok(());
             }
         }

@@ -99,8 +99,7 @@ impl StepCache {
             self.passes.left_out += 1;
             return Ok(true);
         }
-        ops::copy_rows(hidden, &self.of_first)?;
-        ops::add_residual(&self.of_first, &self.before, Some(Gate::from(&self.minus)))?;
+        self.keep_change(hidden, &self.of_first)?;
         ops::copy_rows(hidden, &self.before)?;
         Ok(false)
     }
@@ -110,9 +109,14 @@ impl StepCache {
     /// # Errors
     /// Errors of the device.
     pub(super) fn end(&mut self, wanted: &Part) -> Result<()> {
-        ops::copy_rows(&wanted.hidden, &self.of_others)?;
-        ops::add_residual(&self.of_others, &self.before, Some(Gate::from(&self.minus)))?;
+        self.keep_change(&wanted.hidden, &self.of_others)?;
         self.is_filled = true;
         Ok(())
+    }
+
+    /// Writes what was added to the residual since it was `before`.
+    fn keep_change(&self, hidden: &Tensor, to: &Tensor) -> Result<()> {
+        ops::copy_rows(hidden, to)?;
+        ops::add_residual(to, &self.before, Some(Gate::from(&self.minus)))
     }
 }

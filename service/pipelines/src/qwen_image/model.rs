@@ -21,7 +21,7 @@ use crate::autoencoders::kl::plan::LATENT;
 use crate::autoencoders::wan::{PictureAutoencoder, WanVaeConfig};
 use crate::flow_match::SchedulerConfig;
 use crate::mmdit::{StepCache, flops_of_pass, is_modulator, rows_of};
-use crate::sampling::{Denoiser, Prompts, passes_in_step};
+use crate::sampling::{Denoiser, Prompts, passes_in_step, shape_of_sampling};
 use crate::stage::Stage;
 use crate::start::{is_from_latent, steps_run};
 use crate::text::qwen2_vl::{MAX_TOKENS, Prompt, Qwen2VlConfig};
@@ -240,15 +240,7 @@ impl QwenImageModel {
             0 => String::new(),
             tokens => format!(" r{tokens}"),
         };
-        if request.has_curves() {
-            beside.push_str(" curve");
-        }
-        if request.negative().is_some() {
-            beside.push_str(" n");
-        }
-        if request.step_cache > 0.0 {
-            beside.push_str(" cache");
-        }
+        beside.push_str(&shape_of_sampling(request));
         let latent = is_from_latent(request).then(|| self.autoencoder().latent(image));
         StagePlan {
             shape: format!(
