@@ -46,6 +46,14 @@ from full_size import (
 from start_picture import start_picture
 
 MODELS = ("framepack", "hunyuan")
+# Sizes and frames of HunyuanVideo, the steps of the shorter and of the longer job, and the runs of diffusers.
+HUNYUAN = (
+    ((832, 480), 49, (1, 4), 3),
+    ((832, 480), 129, (1, 4), 2),
+    ((1280, 720), 129, (1, 2), 1),
+)
+# Blocks that diffusers compiles by themselves; its class of FramePack names none.
+BLOCKS = ["HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"]
 # What FramePack's transformer has beside HunyuanVideo's.
 FRAMEPACK_ONLY = ("clean_x_embedder.", "image_projection.")
 
@@ -174,8 +182,17 @@ def peers(text: int) -> None:
         free_memory()
 
 
+def _compiled(framepack: bool) -> torch.nn.Module:
+    """A transformer of diffusers, compiled block by block."""
+    module = transformer(framepack)
+    module._repeated_blocks = BLOCKS
+    backend = "eager" if full_size.ASKED.is_tiny else "inductor"
+    module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=backend)
+    return module
+
+
 def _framepack_peer(text: int) -> None:
-    module = transformer(framepack=True)
+    module = _compiled(framepack=True)
     given = inputs(module.config, (640, 640), 9, text)
     counts = {"latents_clean": 2, "latents_history_2x": 2, "latents_history_4x": 16}
     for name, count in counts.items():
@@ -189,15 +206,19 @@ def _framepack_peer(text: int) -> None:
         "indices_latents_history_4x": positions[5],
     }
     ms = timed(lambda: module(**given, return_dict=False), 4)
-    tell("step, FramePack 640x640", ms, "ms", who="diffusers eager")
+    tell("step, FramePack 640x640", ms, "ms", who="diffusers compiled")
+
+
+def hunyuan_step(size: tuple[int, int], frames: int) -> str:
+    return f"step, HunyuanVideo {size[0]}x{size[1]}, {frames} frames"
 
 
 def _hunyuan_peer(text: int) -> None:
-    module = transformer(framepack=False)
-    for frames in (49, 129):
-        given = inputs(module.config, (832, 480), (frames - 1) // 4 + 1, text)
-        ms = timed(lambda given=given: module(**given, return_dict=False), 2)
-        tell(f"step, HunyuanVideo 832x480, {frames} frames", ms, "ms", who="diffusers eager")
+    module = _compiled(framepack=False)
+    for size, frames, _, runs in HUNYUAN:
+        given = inputs(module.config, size, (frames - 1) // 4 + 1, text)
+        ms = timed(lambda given=given: module(**given, return_dict=False), runs)
+        tell(hunyuan_step(size, frames), ms, "ms", who="diffusers compiled")
 
 
 def _decode_peer(_text: int) -> None:
@@ -213,11 +234,12 @@ def _decode_peer(_text: int) -> None:
         tell(name, ms, "ms", who="diffusers eager", peak_gib=round(peak, 2))
 
 
-def film(service: Service, model: str, size: tuple[int, int], frames: int, steps: int) -> Any:
+def film(
+    service: Service, model: str, size: tuple[int, int], frames: int, steps: int, **options: Any
+) -> Any:
     """A film; `model` may end with `+` and a format for its transformer."""
     import moored
 
-    options: dict[str, Any] = {}
     name, _, quantized = model.partition("+")
     formats = {"transformer": quantized} if quantized else {}
     if name == "framepack":
@@ -245,16 +267,26 @@ def steps(binary: Path, work: Path) -> None:
             what = f"step, FramePack 640x640{name}"
             make = partial(film, service, model, (640, 640), 37)
             guarded(what, partial(tell_step, what, make, 1, 4))
-        for frames in (49, 129):
-            what = f"step, HunyuanVideo 832x480, {frames} frames"
-            make = partial(film, service, "hunyuan", (832, 480), frames)
-            guarded(what, partial(tell_step, what, make, 1, 4))
+        for size, frames, (few, many), _ in HUNYUAN:
+            for name, model in (("", "hunyuan"), (" fp8", "hunyuan+fp8")):
+                what = f"{hunyuan_step(size, frames)}{name}"
+                make = partial(film, service, model, size, frames)
+                guarded(what, partial(tell_step, what, make, few, many))
+        guarded("step cache", partial(left_out, service))
         for size in ((832, 480), (640, 640)):
             what = f"decode of 5 latents, {size[0]}x{size[1]}"
             guarded(
                 what, partial(tell_decode, what, partial(film, service, "hunyuan", size, 17, 1))
             )
         guarded("film", lambda: show(film(service, "framepack", (640, 640), 109, 2)))
+
+
+def left_out(service: Service) -> None:
+    """What a pass takes that is left out: the error is so large that only the first is computed whole."""
+    (size, frames, *_) = HUNYUAN[0]
+    what = f"{hunyuan_step(size, frames)}, left out"
+    make = partial(film, service, "hunyuan", size, frames, step_cache=1.0)
+    tell_step(what, make, 2, 8)
 
 
 def unload(binary: Path, work: Path) -> None:

@@ -118,6 +118,17 @@ def guided(bench: Bench) -> None:
     _tell_scratch(bench, "speed.guided.scratch", what, two.scratch, two.booked)
 
 
+def int8(bench: Bench) -> None:
+    """A step with weights in int8 whose columns were rotated, multiplied in int8 and dequantized."""
+    side = bench.scale.picture
+    for products, how in (("never", "dequantized"), ("auto", "multiplied in int8")):
+        with bench.serve(settings=(f'cards.int8_products="{products}"',)) as running:
+            found = _denoise(bench, running, "int8-convrot", side, side)
+        what = f"step, int8-convrot, {side}x{side}, {how}"
+        bench.record.add(f"speed.int8.{products}", what, statistics.median(found.step_ms), "ms")
+        _tell_scratch(bench, f"speed.int8.{products}.scratch", what, found.scratch, found.booked)
+
+
 def sizes(bench: Bench) -> None:
     """A step at other sizes, and of several pictures of one request; never slower than compiled."""
     with _serve_flux(bench) as running:
@@ -556,6 +567,7 @@ PARTS = {
     "speed-rates": rates,
     "speed-steps": steps,
     "speed-guided": guided,
+    "speed-int8": int8,
     "speed-vae": vae,
     "speed-text": text,
     "speed-request": request,

@@ -21,7 +21,7 @@ use std::time::Duration;
 use access::{Certificates, Fingerprint, Secret};
 use figment::providers::Env;
 use gpu::{CardDescription, DeviceChoice, DeviceSpec, MemoryProfile, ProfileName};
-use ops::{AdapterCopies, Fp8Products};
+use ops::{AdapterCopies, Fp8Products, Int8Products};
 use residency::{Bytes, Policy};
 use serde::{Deserialize, Serialize};
 
@@ -158,6 +158,7 @@ pub struct CardSettings {
     pub staging: Option<Bytes>,
     pub staging_chunk: Option<Bytes>,
     pub fp8_products: Fp8Products,
+    pub int8_products: Int8Products,
     /// Of which weights copies with the terms of adapters are kept where memory is free.
     pub adapter_copies: AdapterCopies,
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use access::{Certificates, Fingerprint, OWN_CERTIFICATE, OWN_KEY};
 use gpu::ProfileName;
 use model::{Image, Medium, PIXELS_PER_TOKEN, Request, RequestError};
-use ops::{AdapterCopies, Fp8Products};
+use ops::{AdapterCopies, Fp8Products, Int8Products};
 use residency::{Bytes, Policy};
 
 use super::layers::Bound;
@@ -154,6 +154,10 @@ impl CardSettings {
                     ("never", Fp8Products::Never),
                     ("always", Fp8Products::Always),
                 ],
+            ),
+            int8_products: r.choice(
+                "cards.int8_products",
+                &[("auto", Int8Products::Auto), ("never", Int8Products::Never)],
             ),
             adapter_copies: r.choice(
                 "cards.adapter_copies",

@@ -138,6 +138,7 @@ pub(crate) async fn run(
     let journal = open_journal(&config.service.state).await?;
     timeline.part("open the journal");
     pipelines::set_fp8_products(config.cards.fp8_products);
+    pipelines::set_int8_products(config.cards.int8_products);
     pipelines::set_adapter_copies(config.cards.adapter_copies);
     let library = Arc::new(open_library(&config)?);
     let workers = WorkerPids::new(cards.len());
@@ -550,6 +551,7 @@ pub(crate) fn worker_settings(
         lock_file: worker_lock(&config.service.state, card),
         plans_folder,
         fp8_products: config.cards.fp8_products,
+        int8_products: config.cards.int8_products,
         confinement,
     }
 }

@@ -32,6 +32,7 @@ mod libraries;
 mod linear;
 mod linear_cpu;
 mod loops;
+mod narrow_products;
 mod norm;
 mod pcm16;
 mod pictures;
@@ -64,9 +65,11 @@ pub use libraries::{
     AttentionPaths, Libraries, PlansMade, attention_by, keep_plans_in, libraries, make_plans, prepare,
 };
 pub use linear::{
-    Epilogue, Fp8Products, LayerTo, LinearLayer, LowRank, Scratch, adapted_weight, adapts_weight,
-    fp8_of_rows, is_multiplied_in_fp8, linear, linear_into, linear_scratch, linears_into, low_rank_scratch,
-    multiplies_fp8, set_fp8_products,
+    Epilogue, LayerTo, LinearLayer, LowRank, Scratch, adapted_weight, adapts_weight, fp8_of_rows, linear,
+    linear_into, linear_scratch, linears_into, low_rank_scratch, multiplies_fp8,
+};
+pub use narrow_products::{
+    Fp8Products, Int8Products, is_multiplied_in_fp8, set_fp8_products, set_int8_products, turned_for_int8,
 };
 pub use norm::{
     Activation, Codes, CodesOfRows, Gate, Modulation, Norm, add_residual, norm_modulate,

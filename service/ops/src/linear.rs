@@ -1,14 +1,12 @@
 //! Linear layers, `x Wᵀ + b`, for full-precision and quantized weights.
 
-use std::sync::OnceLock;
-
 use candle_core::{DType, Device, Result, Tensor};
-use gpu::{Fp8Scales, GgufType, InputShift, QuantizedWeight, Rotation, W4A8Codes, Weight, WeightFormat};
-use serde::{Deserialize, Serialize};
+use gpu::{Fp8Scales, InputShift, QuantizedWeight, Weight, WeightFormat};
 
 use crate::dequantize::sums_of_rows;
 use crate::linear_cpu::product_into;
 use crate::loops::{add_in_place, gelu_tanh_in_place};
+use crate::narrow_products::{is_multiplied_in_fp8, turned_for_int8};
 use crate::rows::with_numbers;
 use crate::{Activation, allocated, dequantize};
 
@@ -19,74 +17,6 @@ pub enum Epilogue {
     None,
     /// `torch.nn.GELU(approximate="tanh")`.
     GeluTanh,
-}
-
-/// Which quantized weights cards with native fp8 products multiply in fp8, with rows of bf16 or f16. Others are
-/// dequantized to the dtype of the rows.
-///
-/// Rows, and weights of other formats, are rounded to e4m3 with a scale a row: together an error of 0.037 of a product
-/// (relative, L2; normally distributed numbers). A weight in four bits has a further error of 0.092, one in int8 of 0.009.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Fp8Products {
-    /// No weight is multiplied in fp8.
-    Never,
-    /// Weights in fp8, and those of about four bits a number or fewer.
-    #[default]
-    Auto,
-    /// Every quantized weight is multiplied in fp8.
-    Always,
-}
-
-impl Fp8Products {
-    /// Whether weights of a format are multiplied in fp8.
-    #[must_use]
-    pub fn takes(self, format: WeightFormat) -> bool {
-        use GgufType::{IQ4NL, IQ4XS, Mxfp4, Nvfp4, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
-        let is_coarse = match format {
-            WeightFormat::Fp8(_)
-            | WeightFormat::E5M2(_)
-            | WeightFormat::BlockFp8
-            | WeightFormat::Mxfp8(_) => true,
-            WeightFormat::Nf4 | WeightFormat::Nf4Double | WeightFormat::Fp4 | WeightFormat::Fp4Double => true,
-            WeightFormat::Nvfp4(..) | WeightFormat::Int4Groups { .. } | WeightFormat::Svdquant { .. } => true,
-            WeightFormat::Gguf(Q2K | Q3K | Q4_0 | Q4_1 | Q4K | IQ4NL | IQ4XS | Mxfp4 | Nvfp4) => true,
-            WeightFormat::Int8 | WeightFormat::Gguf(Q5_0 | Q5_1 | Q5K | Q6K | Q8_0) => false,
-            // A group is turned back by threads side by side, which the kernel that makes codes of rows does not ensure.
-            WeightFormat::Int8Scaled(_, rotation)
-            | WeightFormat::Int4(rotation)
-            | WeightFormat::W4A8 { rotation, .. }
-                if rotation != Rotation::None =>
-            {
-                return false;
-            }
-            WeightFormat::Int8Scaled(..) | WeightFormat::Int8Groups { .. } => false,
-            WeightFormat::W4A8 {
-                codes: W4A8Codes::Six,
-                ..
-            } => false,
-            WeightFormat::Int4(_) | WeightFormat::W4A8 { .. } => true,
-        };
-        match self {
-            Fp8Products::Never => false,
-            Fp8Products::Auto => is_coarse,
-            Fp8Products::Always => true,
-        }
-    }
-}
-
-static FP8_PRODUCTS: OnceLock<Fp8Products> = OnceLock::new();
-
-/// Sets [`Fp8Products`] for the process, before anything is predicted or computed. The first call counts; without one
-/// it is [`Fp8Products::Auto`].
-pub fn set_fp8_products(products: Fp8Products) {
-    let _ = FP8_PRODUCTS.set(products);
-}
-
-/// Whether weights of this format are multiplied in fp8 where a card can.
-#[must_use]
-pub fn is_multiplied_in_fp8(format: WeightFormat) -> bool {
-    FP8_PRODUCTS.get().copied().unwrap_or_default().takes(format)
 }
 
 /// A low-rank term of a linear layer, `factor · (x downᵀ) upᵀ`: an adapter (LoRA, Hu et al. 2021).
@@ -233,7 +163,7 @@ impl Scratch {
 }
 
 /// Whether this device multiplies this weight in fp8 by rows of this dtype, so that activations should be quantized to
-/// [`crate::Codes`] where they are computed: a format that [`Fp8Products`] takes with dimensions that are multiples
+/// [`crate::Codes`] where they are computed: a format that [`crate::Fp8Products`] takes with dimensions that are multiples
 /// of 16, bf16 or f16 rows, and compute capability 8.9 or later.
 ///
 /// # Errors
@@ -263,11 +193,12 @@ fn multiplies_codes(_: &Device, _: &QuantizedWeight, _: DType) -> Result<bool> {
 /// the last axes of a row may be split (`[.., heads, width]`).
 ///
 /// A quantized weight is dequantized as a whole to the dtype of `x`, into `scratch`. From compute capability 8.9 on,
-/// weights that [`Fp8Products`] takes are multiplied in fp8 by rows of bf16 or f16: each row of `x`, and of a weight in
+/// weights that [`crate::Fp8Products`] takes are multiplied in fp8 by rows of bf16 or f16: each row of `x`, and of a weight in
 /// another format, is quantized to e4m3 by its absolute maximum, unless it is already; the result is within 0.05 of
-/// the product with the dequantized weight (relative, L2), within 0.07 where the weight is rounded as well. Low-rank
+/// the product with the dequantized weight (relative, L2), within 0.07 where the weight is rounded as well. Weights that
+/// [`crate::Int8Products`] takes are multiplied in int8 by such rows; the result is within 0.02. Low-rank
 /// terms are computed in the dtype of `x`, with sums in f32, and need `x` in numbers; of many rows on a card they are added
-/// to a copy of the weight in `scratch`, unless it is multiplied in fp8.
+/// to a copy of the weight in `scratch`, unless it is multiplied in eight bits.
 ///
 /// # Errors
 /// When shapes or dtypes do not match, or the scratch is too small; errors of [`dequantize()`] and of the device.
@@ -368,7 +299,7 @@ pub fn linears_into<'a>(
         && layers.len() > 1
         && !layers.iter().any(|to| to.layer.shifts_inputs())
         && layers.iter().all(|to| to.layer.fits(x.elem_count(), to.out))
-        && (crate::cuda::linears_in_fp8(x, layers, then, scratch)?
+        && (crate::cuda::linears_in_codes(x, layers, then, scratch)?
             || crate::cuda::linear_as_one(x, layers, then, scratch)?)
     {
         return Ok(());
@@ -501,7 +432,8 @@ pub fn linear(x: &Tensor, layer: &LinearLayer<'_>) -> Result<Tensor> {
 }
 
 /// Bytes of [`Scratch`] that [`linear_into`] needs for a layer in this format: the dequantized weight, or, for a
-/// product in fp8, the codes and scales of `x`, and of a weight in another format. On the CPU it is the dequantized
+/// product in fp8, the codes and scales of `x`, and of a weight in another format; for one in int8, the codes and scales of `x`, and
+/// sums of some rows. On the CPU it is the dequantized
 /// weight and the product before it is written; thread-local packing buffers, which do not grow with the shapes, are
 /// not included.
 pub fn linear_scratch(format: WeightFormat, rows: usize, columns: usize, tokens: usize, dtype: DType) -> u64 {
@@ -513,7 +445,22 @@ pub fn linear_scratch(format: WeightFormat, rows: usize, columns: usize, tokens:
         (_, DType::BF16 | DType::F16) => in_codes(tokens) + in_codes(rows),
         _ => 0,
     };
-    dequantized.max(in_fp8)
+    let in_int8 = match dtype {
+        DType::BF16 | DType::F16 if turned_for_int8(format).is_some() => {
+            in_codes(tokens) + allocated(rows_of_sums(rows, tokens) * rows * size_of::<i32>())
+        }
+        _ => 0,
+    };
+    dequantized.max(in_fp8).max(in_int8)
+}
+
+/// Rows of which a card has the sums of a product in int8 at a time, for `outputs` sums a row: few enough that a card's cache holds
+/// them until they are read.
+pub(crate) fn rows_of_sums(outputs: usize, tokens: usize) -> usize {
+    const BYTES: usize = 32 << 20;
+    const MULTIPLE: usize = 128;
+    let fitting = BYTES / (outputs.max(1) * size_of::<i32>()) / MULTIPLE * MULTIPLE;
+    tokens.min(fitting.max(MULTIPLE))
 }
 
 #[cfg(test)]

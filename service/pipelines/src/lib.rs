@@ -41,8 +41,8 @@ pub mod z_image;
 pub use family::{Family, FamilyList};
 pub use model::*;
 pub use ops::{
-    AttentionPaths, Fp8Products, Libraries, Planned, attention_by, keep_plans_in, libraries, make_plans,
-    prepare, set_adapter_copies, set_fp8_products,
+    AttentionPaths, Fp8Products, Int8Products, Libraries, Planned, attention_by, keep_plans_in, libraries,
+    make_plans, prepare, set_adapter_copies, set_fp8_products, set_int8_products,
 };
 
 /// All families of this build. A new family is a folder and a line here.

@@ -20,6 +20,9 @@ use crate::need::Need;
 /// are late.
 const MAX_PLANS: usize = 4;
 
+/// Jobs that are remembered as planned ahead: more than run at the same time.
+const PLANNED_JOBS: usize = 64;
+
 /// Why an attempt ended early.
 #[derive(Debug)]
 pub(super) enum Halt {
@@ -101,7 +104,7 @@ impl Card {
         let model = self.model_of(order, need)?;
         timeline.part("open the model");
         if let Work::Stage(work) = &order.work {
-            self.plan_ahead(&*model, work);
+            self.plan_ahead(&*model, &order.job, work);
             timeline.part("have plans made");
         }
         let resident_already = need.components.iter().filter(|c| self.ledger.is_resident(&c.id));
@@ -258,12 +261,14 @@ impl Card {
         })
     }
 
-    /// Starts background compilation of the plans of this stage and later ones, while weights are loaded. Repeated
-    /// requests by later orders of the job are ignored.
-    fn plan_ahead(&self, model: &dyn Model, work: &StageWork) {
-        if !self.gpu.device().is_cuda() {
+    /// Starts background compilation of the plans of this stage and later ones, while weights are loaded. A job's first order on this
+    /// card does it for all of them: a stage of a few milliseconds would wait for the list of shapes alone.
+    fn plan_ahead(&mut self, model: &dyn Model, job: &str, work: &StageWork) {
+        if !self.gpu.device().is_cuda() || self.planned_ahead.iter().any(|planned| planned == job) {
             return;
         }
+        self.planned_ahead.truncate(PLANNED_JOBS - 1);
+        self.planned_ahead.push_front(job.to_owned());
         let stages = std::iter::once(&work.plan.name).chain(&work.later_stages);
         let planned: Vec<Planned> = stages
             .flat_map(|stage| model.planned(stage, &work.request))

@@ -16,6 +16,7 @@ mod on_host;
 mod stage;
 mod thread;
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -138,6 +139,8 @@ pub struct Card {
     last_janitor: Millis,
     /// Slack that the janitor's last trim could not free: no further trim until there is more.
     untrimmable_slack: Bytes,
+    /// The jobs whose plans were last asked for ahead, the latest first.
+    planned_ahead: VecDeque<String>,
 }
 
 impl Card {
@@ -174,6 +177,7 @@ impl Card {
             last_poll: now,
             last_janitor: now,
             untrimmable_slack: Bytes::ZERO,
+            planned_ahead: VecDeque::new(),
         })
     }
 

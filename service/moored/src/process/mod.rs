@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use config::LogSettings;
 use engine::messages::Event;
 use gpu::{DeviceSpec, MemoryProfile};
-use pipelines::Fp8Products;
+use pipelines::{Fp8Products, Int8Products};
 use residency::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -38,8 +38,9 @@ pub(crate) struct WorkerSettings {
     pub(crate) lock_file: Option<PathBuf>,
     /// Folder of compiled cuDNN plans.
     pub(crate) plans_folder: PathBuf,
-    /// Which quantized weights are multiplied in fp8; the supervisor predicts scratch by the same.
+    /// Which quantized weights are multiplied in fp8, and in int8; the supervisor predicts scratch by the same.
     pub(crate) fp8_products: Fp8Products,
+    pub(crate) int8_products: Int8Products,
     /// What it may do.
     pub(crate) confinement: Confinement,
 }

@@ -233,6 +233,7 @@ fn start_card(configuration: Configuration, events: mpsc::Sender<Frame>) -> Resu
     } = configuration;
     pipelines::keep_plans_in(&settings.plans_folder);
     pipelines::set_fp8_products(settings.fp8_products);
+    pipelines::set_int8_products(settings.int8_products);
     let confinement = settings.confinement;
     let open = move || {
         if matches!(settings.device, DeviceSpec::Cuda(_)) {

@@ -348,41 +348,47 @@ __device__ inline float turned(float x, unsigned apart, unsigned lanes) {
     return sum - 2.0f * __shfl_xor_sync(lanes, x, 3 * apart);
 }
 
-// Groups of columns that were multiplied by a Hadamard matrix over its square root are multiplied by it again. A group is in
-// GROUP / 8 neighbouring lanes, all of which read or none: numbers are whole groups. The order is that of `rotated.rs`.
+// Multiplies groups of numbers by a Hadamard matrix over its square root, which is its own inverse. A group is in GROUP / 8
+// neighbouring lanes, which call this together. The order is that of `Rotation::turn`.
+template <unsigned GROUP>
+__device__ inline void turn_groups(float* out) {
+    constexpr unsigned COUNT = GROUP / UNIT;
+    const unsigned lane = threadIdx.x % LANES;
+    const unsigned lanes = COUNT == LANES ? 0xFFFFFFFFu : ((1u << COUNT % LANES) - 1) << (lane / COUNT * COUNT);
+    for (unsigned i = 0; i < UNIT; i += 4) {
+        const float a = out[i], b = out[i + 1], c = out[i + 2], d = out[i + 3];
+        const float sum = (a + b) + (c + d);
+        out[i] = sum - 2.0f * d;
+        out[i + 1] = sum - 2.0f * c;
+        out[i + 2] = sum - 2.0f * b;
+        out[i + 3] = sum - 2.0f * a;
+    }
+    // The second factor: half of it is in the next lane.
+    for (unsigned i = 0; i < 4; i++) {
+        const float a = out[i], b = out[i + 4], pair = a + b;
+        const float sum = pair + __shfl_xor_sync(lanes, pair, 1);
+        const float opposite = __shfl_xor_sync(lanes, b, 1);
+        out[i + 4] = sum - 2.0f * __shfl_xor_sync(lanes, a, 1);
+        out[i] = sum - 2.0f * opposite;
+    }
+    if constexpr (GROUP >= 64) {
+        for (unsigned i = 0; i < UNIT; i++) out[i] = turned(out[i], 2, lanes);
+    }
+    if constexpr (GROUP >= 256) {
+        for (unsigned i = 0; i < UNIT; i++) out[i] = turned(out[i], 8, lanes);
+    }
+    constexpr float FACTOR = GROUP == 16 ? 0.25f : GROUP == 64 ? 0.125f : 0.0625f;
+    for (unsigned i = 0; i < UNIT; i++) out[i] *= FACTOR;
+}
+
+// Groups of columns that were turned before they were quantized are turned back. Numbers are whole groups.
 template <class Format, unsigned GROUP>
 struct Rotated {
     static constexpr unsigned TABLE = Format::TABLE;
     __device__ static bool is_regular(const Weight&) { return true; }
     __device__ static void read_regular(const Weight& w, const float* table, unsigned first, float* out) {
         Format::read(w, table, first, UNIT, out);
-        constexpr unsigned COUNT = GROUP / UNIT;
-        const unsigned lane = threadIdx.x % LANES;
-        const unsigned lanes = COUNT == LANES ? 0xFFFFFFFFu : ((1u << COUNT % LANES) - 1) << (lane / COUNT * COUNT);
-        for (unsigned i = 0; i < UNIT; i += 4) {
-            const float a = out[i], b = out[i + 1], c = out[i + 2], d = out[i + 3];
-            const float sum = (a + b) + (c + d);
-            out[i] = sum - 2.0f * d;
-            out[i + 1] = sum - 2.0f * c;
-            out[i + 2] = sum - 2.0f * b;
-            out[i + 3] = sum - 2.0f * a;
-        }
-        // The second factor: half of it is in the next lane.
-        for (unsigned i = 0; i < 4; i++) {
-            const float a = out[i], b = out[i + 4], pair = a + b;
-            const float sum = pair + __shfl_xor_sync(lanes, pair, 1);
-            const float opposite = __shfl_xor_sync(lanes, b, 1);
-            out[i + 4] = sum - 2.0f * __shfl_xor_sync(lanes, a, 1);
-            out[i] = sum - 2.0f * opposite;
-        }
-        if constexpr (GROUP >= 64) {
-            for (unsigned i = 0; i < UNIT; i++) out[i] = turned(out[i], 2, lanes);
-        }
-        if constexpr (GROUP >= 256) {
-            for (unsigned i = 0; i < UNIT; i++) out[i] = turned(out[i], 8, lanes);
-        }
-        constexpr float FACTOR = GROUP == 16 ? 0.25f : GROUP == 64 ? 0.125f : 0.0625f;
-        for (unsigned i = 0; i < UNIT; i++) out[i] *= FACTOR;
+        turn_groups<GROUP>(out);
     }
     __device__ static void read(const Weight& w, const float* table, unsigned first, unsigned, float* out) {
         read_regular(w, table, first, out);

@@ -18,23 +18,33 @@ struct QuantizeArguments {
     unsigned rows, columns;
 };
 
+// The scale of numbers up to `absmax`.
+__device__ inline float scale_of(float absmax) { return absmax / 448.0f; }
+
+// What numbers are multiplied by for their codes. Denormals have no reciprocal in f32, and are negligible.
+__device__ inline float factor_of(float scale) { return scale < 1.2e-38f ? 0.0f : 1.0f / scale; }
+
+__device__ inline void write_unit_codes(const float numbers[UNIT], float factor, uint8_t* codes) {
+    __nv_fp8x2_storage_t out[UNIT / 2];
+    for (unsigned i = 0; i < UNIT; i += 2) {
+        const float2 pair = make_float2(numbers[i] * factor, numbers[i + 1] * factor);
+        out[i / 2] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+    }
+    store<uint2>(out, codes);
+}
+
 // Codes of the row that a block holds in registers, CHUNKS units a thread, and its scale.
 template <int CHUNKS>
 __device__ inline void write_codes(const float numbers[CHUNKS][UNIT], float absmax, unsigned columns, uint8_t* codes,
                                    float* scale_of_row) {
     __shared__ float warps[32];
-    const float scale = most_of_block(absmax, warps) / 448.0f;
-    // Denormals have no reciprocal in f32, and are negligible.
-    const float by = scale < 1.2e-38f ? 0.0f : 1.0f / scale;
+    const float scale = scale_of(most_of_block(absmax, warps));
+    const float factor = factor_of(scale);
     if (threadIdx.x == 0) *scale_of_row = scale;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         const unsigned at = (c * blockDim.x + threadIdx.x) * UNIT;
-        uint8_t out[UNIT];
-        for (unsigned i = 0; i < UNIT; i++) {
-            out[i] = __nv_cvt_float_to_fp8(numbers[c][i] * by, __NV_SATFINITE, __NV_E4M3);
-        }
-        if (at < columns) store<uint2>(out, codes + at);
+        if (at < columns) write_unit_codes(numbers[c], factor, codes + at);
     }
 }
 

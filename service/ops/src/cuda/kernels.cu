@@ -3,10 +3,12 @@
 #include "digest.cuh"
 #include "euler.cuh"
 #include "fp8.cuh"
+#include "int8.cuh"
 #include "norm.cuh"
 #include "packed.cuh"
 #include "rope.cuh"
 #include "shifted_bias.cuh"
+#include "svdquant.cuh"
 
 #define DEQUANTIZE_TO(format, read, dtype, T)                                                                    \
     extern "C" __global__ void __launch_bounds__(moored::DEQUANTIZE_THREADS) dequantize_##format##_##dtype(                             \
@@ -70,9 +72,7 @@
     INT4_GROUPS(EACH, tinychat_6, TinyChat<6>)                          \
     EACH(int8_groups_f16, ByUnit<moored::Int8Groups<moored::F16>>)      \
     EACH(int8_groups_bf16, ByUnit<moored::Int8Groups<moored::Bf16>>)    \
-    EACH(int8_groups_f32, ByUnit<moored::Int8Groups<moored::F32>>)      \
-    EACH(svdquant_int4, ByUnit<moored::Svdquant<moored::SvdquantInt4>>) \
-    EACH(svdquant_fp4, ByUnit<moored::Svdquant<moored::SvdquantFp4>>)
+    EACH(int8_groups_f32, ByUnit<moored::Int8Groups<moored::F32>>)
 
 // Formats whose groups of columns are turned back, by the size of the groups. They are not multiplied in fp8.
 #define ROTATED_BY(format, group, ...) DEQUANTIZE(format##_by_##group, RotatedBy##group<moored::__VA_ARGS__>)
@@ -104,12 +104,49 @@ OTHER_FORMATS(DEQUANTIZE)
     QUANTIZE_ROWS_OF(dtype, T, 4)
 QUANTIZE_ROWS(f16, __half)
 QUANTIZE_ROWS(bf16, __nv_bfloat16)
+#define QUANTIZE_ROWS_INT8_OF(dtype, T, CHUNKS, GROUP)                                                           \
+    extern "C" __global__ void __launch_bounds__(1024)                                                           \
+        quantize_rows_int8_by_##GROUP##_##dtype##_##CHUNKS(moored::QuantizeArguments a) {                        \
+        moored::quantize_rows_int8<T, CHUNKS, GROUP>(a);                                                         \
+    }
+#define QUANTIZE_ROWS_INT8(dtype, T, GROUP)        \
+    QUANTIZE_ROWS_INT8_OF(dtype, T, 1, GROUP)      \
+    QUANTIZE_ROWS_INT8_OF(dtype, T, 2, GROUP)      \
+    QUANTIZE_ROWS_INT8_OF(dtype, T, 4, GROUP)
+#define FINISH_SUMS(dtype, T)                                                                                    \
+    QUANTIZE_ROWS_INT8(dtype, T, 16)                                                                             \
+    QUANTIZE_ROWS_INT8(dtype, T, 64)                                                                             \
+    QUANTIZE_ROWS_INT8(dtype, T, 256)                                                                            \
+    extern "C" __global__ void __launch_bounds__(256) finish_sums_##dtype(moored::FinishSumsArguments a) {       \
+        moored::finish_sums<T>(a);                                                                               \
+    }
+FINISH_SUMS(f16, __half)
+FINISH_SUMS(bf16, __nv_bfloat16)
 #define REQUANTIZE_ROWS(format, ...)                                                                             \
     extern "C" __global__ void __launch_bounds__(1024)                                                           \
         requantize_rows_##format(moored::RequantizeArguments a) {                                                \
         moored::requantize_rows<moored::__VA_ARGS__>(a);                                                         \
     }
 OTHER_FORMATS(REQUANTIZE_ROWS)
+
+// Weights of SVDQuant are computed by tiles.
+#define DEQUANTIZE_SVDQUANT_TO(codes, Codes, dtype, T)                                                           \
+    extern "C" __global__ void __launch_bounds__(moored::TILE_THREADS) dequantize_##codes##_##dtype(             \
+        const uint8_t* bytes, unsigned long long scales_at, unsigned long long codes_at, unsigned numbers,       \
+        unsigned columns, T* out) {                                                                              \
+        moored::dequantize_svdquant<moored::Codes>({bytes, bytes + scales_at, bytes + codes_at, numbers, columns}, out); \
+    }
+#define SVDQUANT(codes, Codes)                                                                                   \
+    DEQUANTIZE_SVDQUANT_TO(codes, Codes, f32, float)                                                             \
+    DEQUANTIZE_SVDQUANT_TO(codes, Codes, f16, __half)                                                            \
+    DEQUANTIZE_SVDQUANT_TO(codes, Codes, bf16, __nv_bfloat16)                                                    \
+    extern "C" __global__ void __launch_bounds__(moored::TILE_THREADS)                                           \
+        scale_rows_##codes(moored::RequantizeArguments a) { moored::scale_svdquant<moored::Codes>(a); }          \
+    extern "C" __global__ void __launch_bounds__(moored::TILE_THREADS)                                           \
+        requantize_rows_##codes(moored::RequantizeArguments a) { moored::requantize_svdquant<moored::Codes>(a); }
+SVDQUANT(svdquant_int4, SvdquantInt4)
+SVDQUANT(svdquant_fp4, SvdquantFp4)
+
 #define FINISH_PRODUCT(dtype, T)                                                                                 \
     extern "C" __global__ void __launch_bounds__(256) finish_product_##dtype(moored::FinishArguments a) {        \
         moored::finish_product<T>(a);                                                                            \

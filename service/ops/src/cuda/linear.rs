@@ -2,21 +2,34 @@
 
 use std::sync::PoisonError;
 
+use candle_core::cuda_backend::WrapErr as _;
 use candle_core::{CudaDevice, DType, Result, Tensor};
+use cudarc::driver::result::memset_d8_async;
 use cudarc::driver::{CudaStream, DeviceRepr};
-use gpu::{Fp8Scales, QuantizedWeight, Weight, WeightFormat, WeightPart, rows_and_columns};
+use gpu::{
+    Fp8Scales, Int8Scales, QuantizedWeight, Rotation, Weight, WeightFormat, WeightPart, rows_and_columns,
+};
 
 use super::product::{At, ProductEpilogue, ProductShape, ProductTypes, ResultAt, WeightOrder};
 use super::{
     ALIGNMENT, Card, THREADS, UNIT, address_of, aligned, dequantize_to_address, kernel_dtype, kernel_of,
-    place_of, tensor,
+    place_of, tensor, tiles_of,
 };
-use crate::linear::adapts_weight;
+use crate::linear::{adapts_weight, rows_of_sums};
 use crate::place::Rows;
 use crate::{Activation, Epilogue, LayerTo, LinearLayer, LowRank, Scratch};
 
 /// The first compute capability with native fp8 products.
 const SINCE: (i32, i32) = (gpu::FP8_PRODUCTS_SINCE.0 as i32, gpu::FP8_PRODUCTS_SINCE.1 as i32);
+
+/// The first compute capability with tensor cores for int8.
+const INT8_SINCE: (i32, i32) = (7, 5);
+
+/// The compute capability of cards whose tensor cores multiply int8 far slower than bf16 (Blackwell Ultra).
+const SLOW_INT8: (i32, i32) = (10, 3);
+
+/// Columns of a weight in int8 beyond which a sum of products of at most 127² could pass i32.
+const INT8_COLUMNS: usize = 1 << 17;
 
 /// The compute capability on which cuBLASLt applies per-row scales of both operands within the product.
 const BY_ROWS: (i32, i32) = (9, 0);
@@ -94,6 +107,33 @@ pub(crate) fn multiplies_fp8(device: &CudaDevice, weight: &QuantizedWeight, dtyp
         && Card::of(device)?.compute_capability >= SINCE)
 }
 
+/// In which codes rows are multiplied by a weight.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RowCodes {
+    Fp8,
+    /// Turned as the columns of the weight were.
+    Int8(Rotation),
+}
+
+impl RowCodes {
+    /// Those for rows of a dtype on a card; `None` for a weight that is dequantized.
+    fn of(device: &CudaDevice, weight: &QuantizedWeight, dtype: DType) -> Result<Option<RowCodes>> {
+        if multiplies_fp8(device, weight, dtype)? {
+            return Ok(Some(RowCodes::Fp8));
+        }
+        let (rows, columns) = rows_and_columns(&weight.shape);
+        let rotation = crate::turned_for_int8(weight.format).filter(|rotation| {
+            matches!(dtype, DType::BF16 | DType::F16)
+                && rows.is_multiple_of(MULTIPLE)
+                && columns.is_multiple_of(rotation.group())
+                && columns <= (MAX_THREADS * MAX_CHUNKS * UNIT).min(INT8_COLUMNS)
+        });
+        let capability = Card::of(device)?.compute_capability;
+        let is_faster = capability >= INT8_SINCE && capability != SLOW_INT8;
+        Ok(rotation.filter(|_| is_faster).map(RowCodes::Int8))
+    }
+}
+
 /// A layer with validated shapes.
 pub(crate) fn linear_into(
     x: Activation<'_>,
@@ -156,9 +196,9 @@ pub(crate) fn linear_into(
             product.multiply(x, columns, place)?;
         }
         (Activation::Numbers(x), Weight::Quantized(weight)) => {
-            if multiplies_fp8(device, weight, out.dtype())? {
-                let (codes, taken) = product.quantize(x, columns)?;
-                product.multiply_fp8(codes, Rows::of(x, columns)?.count(), weight, taken)?;
+            if let Some(kind) = RowCodes::of(device, weight, out.dtype())? {
+                let (codes, taken) = product.quantize(x, columns, kind)?;
+                product.multiply_codes(kind, codes, Rows::of(x, columns)?.count(), weight, taken)?;
             } else {
                 let (rows, columns) = rows_and_columns(&weight.shape);
                 let place = scratch.place(0, rows * columns * out.dtype().size_in_bytes())?;
@@ -171,7 +211,7 @@ pub(crate) fn linear_into(
         }
         (Activation::Codes(codes), Weight::Quantized(weight)) => {
             let at = (address_of(&codes.codes)?, address_of(&codes.scales)?);
-            product.multiply_fp8(at, codes.codes.dim(0)?, weight, 0)?;
+            product.multiply_codes(RowCodes::Fp8, at, codes.codes.dim(0)?, weight, 0)?;
         }
         (Activation::Codes(_), Weight::Full(_)) => {
             candle_core::bail!("codes of fp8 by a weight in full precision")
@@ -222,7 +262,14 @@ pub(crate) fn quantize_weight(weight: &Tensor, quantized: &QuantizedWeight) -> R
     let device = weight.device().as_cuda_device()?;
     let (_, columns) = weight.dims2()?;
     let at = stored_codes(quantized)?;
-    quantize_rows(&*Card::of(device)?, &device.cuda_stream(), weight, columns, at)
+    quantize_rows(
+        &*Card::of(device)?,
+        &device.cuda_stream(),
+        weight,
+        columns,
+        RowCodes::Fp8,
+        at,
+    )
 }
 
 /// `out += x weightᵀ + bias`, rounded once: `x` is `[n, inputs]`, `weight` `[outputs, .., inputs]` and contiguous, `out`
@@ -281,8 +328,11 @@ impl Order {
         let Weight::Quantized(weight) = layer.weight else {
             return Ok(before);
         };
-        if !multiplies_fp8(device, weight, dtype)? {
-            return Ok(before);
+        match RowCodes::of(device, weight, dtype)? {
+            None => return Ok(before),
+            // They are added where scales are applied to sums.
+            Some(RowCodes::Int8(_)) => return Ok(Order::TermsFirst),
+            Some(RowCodes::Fp8) => {}
         }
         let by_rows = match weight.format {
             WeightFormat::Fp8(kind) => kind == Fp8Scales::Rows,
@@ -454,10 +504,9 @@ fn distances<const KINDS: usize>(at: &[[u64; KINDS]], size: usize) -> Option<[us
     Some(distances)
 }
 
-/// Computes layers over the same rows in fp8. The rows are quantized once, and the terms of all layers are computed at once.
-/// Returns `false`, and does nothing, where the layers are not multiplied in fp8, or where terms are added after their
-/// products.
-pub(crate) fn linears_in_fp8(
+/// Computes layers over the same rows in codes of one kind. The rows are quantized once, and the terms of all layers are computed at
+/// once. Returns `false`, and does nothing, where the layers are not multiplied so, or where terms are added after their products.
+pub(crate) fn linears_in_codes(
     x: &Tensor,
     layers: &[LayerTo<'_>],
     then: Epilogue,
@@ -472,12 +521,16 @@ pub(crate) fn linears_in_fp8(
     let tokens = Rows::of(x, columns)?.count();
     let terms = first.layer.low_rank.len();
     let mut weights = Vec::with_capacity(layers.len());
+    let mut kind = None;
     for LayerTo { layer, out } in layers {
         let Weight::Quantized(weight) = layer.weight else {
             return Ok(false);
         };
+        let of_layer = RowCodes::of(device, weight, x.dtype())?;
+        kind = kind.or(of_layer);
         let order = Order::of(layer, tokens, (&card, device), x.dtype(), scratch)?;
-        if !multiplies_fp8(device, weight, x.dtype())?
+        if of_layer.is_none()
+            || of_layer != kind
             || out.dtype() != x.dtype()
             || order == Order::TermsLast
             || layer.low_rank.len() != terms
@@ -486,6 +539,9 @@ pub(crate) fn linears_in_fp8(
         }
         weights.push(weight);
     }
+    let Some(kind) = kind else {
+        return Ok(false);
+    };
     if terms > 0 {
         let outs: Vec<&Tensor> = layers.iter().map(|to| to.out).collect();
         let with_terms: Vec<&LinearLayer<'_>> = layers.iter().map(|to| &to.layer).collect();
@@ -502,7 +558,7 @@ pub(crate) fn linears_in_fp8(
         out: first.out,
         scratch,
     };
-    let (codes, taken) = product.quantize(x, columns)?;
+    let (codes, taken) = product.quantize(x, columns, kind)?;
     for (LayerTo { layer, out }, weight) in layers.iter().zip(weights) {
         let each = Layer {
             outputs: layer.weight.dims()[0],
@@ -510,7 +566,7 @@ pub(crate) fn linears_in_fp8(
             out,
             ..product
         };
-        each.multiply_fp8(codes, tokens, weight, taken)?;
+        each.multiply_codes(kind, codes, tokens, weight, taken)?;
     }
     Ok(true)
 }
@@ -550,7 +606,7 @@ pub(crate) fn linear_as_one(
             Weight::Quantized(weight)
                 if scratch.holds(layers.len() * dequantized)
                     && dequantized.is_multiple_of(APART)
-                    && !multiplies_fp8(device, weight, x.dtype())? =>
+                    && RowCodes::of(device, weight, x.dtype())?.is_none() =>
             {
                 let place = scratch.place(which * dequantized, dequantized)?;
                 stored.push(place);
@@ -658,6 +714,28 @@ struct FinishArguments {
 // SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for FinishArguments {}
 
+/// Mirrors the struct in `int8.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct FinishSumsArguments {
+    sums: u64,
+    result: u64,
+    x_scales: u64,
+    w_scales: u64,
+    bias: u64,
+    batch_stride: u64,
+    row_stride: u64,
+    first: u32,
+    rows: u32,
+    columns: u32,
+    w_stride: u32,
+    is_gelu: u32,
+    adds: u32,
+}
+
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for FinishSumsArguments {}
+
 /// Addresses of the codes and scales of rows.
 type CodesAt = (u64, u64);
 
@@ -727,6 +805,95 @@ impl Layer<'_> {
             );
         }
         self.finish_apart((0, 0, 0), 1.0)
+    }
+
+    /// Multiplies codes of rows by a weight. Of the scratch the first `taken` bytes are in use.
+    fn multiply_codes(
+        &self,
+        kind: RowCodes,
+        codes: CodesAt,
+        tokens: usize,
+        weight: &QuantizedWeight,
+        taken: usize,
+    ) -> Result<()> {
+        match kind {
+            RowCodes::Fp8 => self.multiply_fp8(codes, tokens, weight, taken),
+            RowCodes::Int8(_) => self.multiply_int8(codes, tokens, weight, taken),
+        }
+    }
+
+    /// Multiplies codes of rows by codes of a weight in int8, some rows at a time, whose sums are in the scratch.
+    fn multiply_int8(
+        &self,
+        (codes, scales): CodesAt,
+        tokens: usize,
+        weight: &QuantizedWeight,
+        taken: usize,
+    ) -> Result<()> {
+        let (outputs, columns) = rows_and_columns(&weight.shape);
+        let (stored, weight_scales) = stored_codes(weight)?;
+        let count = rows_of_sums(outputs, tokens);
+        let sums = self.scratch.place(taken, count * outputs * size_of::<i32>())?;
+        let out = Rows::of(self.out, outputs)?;
+        for first in (0..tokens).step_by(count.max(1)) {
+            let count = count.min(tokens - first);
+            let shape = ProductShape {
+                batch: 1,
+                tokens: count,
+                inputs: columns,
+                outputs,
+                x_row: columns,
+                x_batch: 0,
+                out_row: outputs,
+                out_batch: 0,
+                weight_batch: 0,
+                bias_batch: 0,
+                added_batch: 0,
+                weight_order: WeightOrder::OutputsFirst,
+                numbers: ProductTypes::Int8,
+                finish: ProductEpilogue::Nothing,
+            };
+            let at = At {
+                weight: stored,
+                x: codes + (first * columns) as u64,
+                out: sums,
+                bias: None,
+                scales: None,
+                factor: 1.0,
+                added: None,
+                workspace: self.card.workspace(self.device)?,
+            };
+            if !self.try_to(&shape, ProductEpilogue::Nothing, &at)? {
+                candle_core::bail!(
+                    "cuBLASLt has no algorithm for {shape:?} on compute capability {:?}: set cards.int8_products to \"never\"",
+                    self.card.compute_capability
+                );
+            }
+            let arguments = FinishSumsArguments {
+                sums,
+                result: address_of(self.out)?,
+                x_scales: scales,
+                w_scales: weight_scales,
+                bias: self.bias.map(address_of).transpose()?.unwrap_or(0),
+                batch_stride: out.batch_stride as u64,
+                row_stride: out.row_stride as u64,
+                first: first as u32,
+                rows: out.rows as u32,
+                columns: outputs as u32,
+                w_stride: match weight.format {
+                    WeightFormat::Int8Scaled(Int8Scales::Rows, _) => 1,
+                    _ => 0,
+                },
+                is_gelu: u32::from(self.then == Epilogue::GeluTanh),
+                adds: u32::from(self.adds),
+            };
+            let name = format!("finish_sums_{}", kernel_dtype(self.out.dtype())?);
+            let grid = (count, outputs.div_ceil(UNIT * THREADS), 1);
+            // SAFETY: the structure mirrors `int8.cuh`, with the rows, columns and strides of the result; there is a sum for each
+            // number of these rows, and scales and bias have as many elements as its rows and columns, which are whole units.
+            unsafe { self.card.launch(self.stream, name, grid, THREADS, &arguments)? };
+        }
+        Ok(())
     }
 
     /// Multiplies codes of rows by codes of a weight. Those of a weight in another format are made in the scratch, of
@@ -982,10 +1149,10 @@ impl Layer<'_> {
     }
 
     /// Quantizes rows to codes with scales, at the beginning of the scratch; returns its bytes in use as well.
-    fn quantize(&self, x: &Tensor, columns: usize) -> Result<(CodesAt, usize)> {
+    fn quantize(&self, x: &Tensor, columns: usize, kind: RowCodes) -> Result<(CodesAt, usize)> {
         let rows = Rows::of(x, columns)?.count();
         let at = self.scratch_for_codes(0, rows, columns)?;
-        quantize_rows(self.card, self.stream, x, columns, at)?;
+        quantize_rows(self.card, self.stream, x, columns, kind, at)?;
         Ok((at, bytes_of_codes(rows, columns)))
     }
 
@@ -1128,14 +1295,32 @@ pub(crate) fn requantize_rows(
         rows: row_count,
         columns: width,
     };
+    let (format, named) = (kernel_of(weight.format), "requantize_rows");
+    if let WeightFormat::Svdquant { rank, .. } = weight.format {
+        let tiles = tiles_of(rows, columns, rank);
+        // SAFETY: the structure mirrors `fp8.cuh`; the bytes are as many as format and shape require and aligned, their rows fill
+        // whole tiles, and the destination has space for as many codes and a scale per row, which all kernels use on this stream.
+        return unsafe {
+            memset_d8_async(scales, 0, rows * size_of::<f32>(), stream.cu_stream()).w()?;
+            card.launch_as(stream, format!("scale_rows_{format}"), tiles, &arguments)?;
+            card.launch_as(stream, format!("{named}_{format}"), tiles, &arguments)
+        };
+    }
     let threads = columns.div_ceil(UNIT * REQUANTIZED).next_multiple_of(32);
     if threads > MAX_THREADS {
         candle_core::bail!("rows of {columns} numbers are too long to be quantized");
     }
-    let name = format!("requantize_rows_{}", kernel_of(weight.format));
     // SAFETY: the structure mirrors `fp8.cuh`; the bytes are as many as format and shape require and aligned, and the
     // destination has space for as many codes and a scale per row.
-    unsafe { card.launch(stream, name, (rows, 1, 1), threads, &arguments) }
+    unsafe {
+        card.launch(
+            stream,
+            format!("{named}_{format}"),
+            (rows, 1, 1),
+            threads,
+            &arguments,
+        )
+    }
 }
 
 /// The codes of a weight in another format, u8 of its shape, and the scales of its rows.
@@ -1150,12 +1335,13 @@ pub(crate) fn requantized(weight: &QuantizedWeight) -> Result<(Tensor, Tensor)> 
     Ok((codes, scales))
 }
 
-/// Quantizes rows of bf16 or f16 to e4m3 codes with a scale each, at these addresses.
+/// Quantizes rows of bf16 or f16 to codes with a scale each, at these addresses.
 pub(crate) fn quantize_rows(
     card: &Card,
     stream: &CudaStream,
     x: &Tensor,
     columns: usize,
+    kind: RowCodes,
     (codes, scales): CodesAt,
 ) -> Result<()> {
     let rows = Rows::of(x, columns)?;
@@ -1178,7 +1364,7 @@ pub(crate) fn quantize_rows(
     .all(|at| at.is_multiple_of(ALIGNMENT));
     if !is_aligned || !columns.is_multiple_of(MULTIPLE) || x.dtype() == DType::F32 {
         candle_core::bail!(
-            "rows of {columns} {:?} cannot be quantized to fp8: they must be bf16 or f16, a multiple of {MULTIPLE} numbers \
+            "rows of {columns} {:?} cannot be quantized: they must be bf16 or f16, a multiple of {MULTIPLE} numbers \
              long, and aligned to {ALIGNMENT} bytes",
             x.dtype()
         );
@@ -1189,7 +1375,11 @@ pub(crate) fn quantize_rows(
     if chunks > MAX_CHUNKS {
         candle_core::bail!("rows of {columns} numbers are too long to be quantized");
     }
-    let name = format!("quantize_rows_{}_{chunks}", kernel_dtype(x.dtype())?);
+    let of_kind = match kind {
+        RowCodes::Fp8 => String::new(),
+        RowCodes::Int8(rotation) => format!("int8_by_{}_", rotation.group()),
+    };
+    let name = format!("quantize_rows_{of_kind}{}_{chunks}", kernel_dtype(x.dtype())?);
     // SAFETY: the structure mirrors `fp8.cuh`; rows and strides are those of the tensor, and the destination has
     // space for as many codes and a scale per row.
     unsafe { card.launch(stream, name, (rows.count(), 1, 1), threads, &arguments) }

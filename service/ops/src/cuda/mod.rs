@@ -48,8 +48,8 @@ pub(crate) use euler::euler;
 #[cfg(test)]
 pub(crate) use linear::requantized;
 pub(crate) use linear::{
-    adapted_weight, add_product, linear_as_one, linear_into, linears_in_fp8, multiplies_fp8, quantize_weight,
-    shifted_bias,
+    adapted_weight, add_product, linear_as_one, linear_into, linears_in_codes, multiplies_fp8,
+    quantize_weight, shifted_bias,
 };
 pub(crate) use moments::group_moments;
 pub(crate) use norm::norm;
@@ -195,17 +195,33 @@ impl Card {
         let [Ok(x), Ok(y), Ok(z), Ok(threads)] = counts else {
             candle_core::bail!("{name} over {grid:?} blocks of {threads} threads");
         };
+        let config = LaunchConfig {
+            grid_dim: (x, y, z),
+            block_dim: (threads, 1, 1),
+            shared_mem_bytes: 0,
+        };
+        // SAFETY: the caller's obligation.
+        unsafe { self.launch_as(stream, name, config, arguments) }
+    }
+
+    /// [`Card::launch`] of a configuration.
+    ///
+    /// # Safety
+    /// As for [`Card::launch`], and the shared memory is as large as the kernel takes it to be.
+    unsafe fn launch_as<A: DeviceRepr>(
+        &self,
+        stream: &CudaStream,
+        name: String,
+        config: LaunchConfig,
+        arguments: &A,
+    ) -> Result<()> {
+        let (x, y, z) = config.grid_dim;
         if x == 0 || y == 0 || z == 0 {
             return Ok(());
         }
         let function = self.function(name)?;
         let mut launch = stream.launch_builder(&function);
         launch.arg(arguments);
-        let config = LaunchConfig {
-            grid_dim: (x, y, z),
-            block_dim: (threads, 1, 1),
-            shared_mem_bytes: 0,
-        };
         // SAFETY: the caller's obligation.
         unsafe { launch.launch(config) }.w()?;
         Ok(())
@@ -316,11 +332,32 @@ pub(crate) fn dequantize_to_address(weight: &QuantizedWeight, dtype: DType, out:
     launch.arg(&count);
     launch.arg(&width);
     launch.arg(&out);
-    // SAFETY: the arguments are those of `DEQUANTIZE_TO` in `kernels.cu`. The bytes are as many as format and shape
-    // require (`dequantize::checked`) and aligned; the result has space for every element; nothing else is read or
-    // written.
-    unsafe { launch.launch(blocks_of(numbers)) }.w()?;
+    let config = match weight.format {
+        WeightFormat::Svdquant { rank, .. } => tiles_of(rows, columns, rank),
+        _ => blocks_of(numbers),
+    };
+    // SAFETY: the arguments are those of `DEQUANTIZE_TO` and of `DEQUANTIZE_SVDQUANT_TO` in `kernels.cu`. The bytes are as many as
+    // format and shape require (`dequantize::checked`) and aligned; the result has space for every element; nothing else is read
+    // or written.
+    unsafe { launch.launch(config) }.w()?;
     Ok(())
+}
+
+/// Rows and columns of a weight of SVDQuant that a block computes, and its threads; ranks that it keeps in shared memory. They mirror
+/// `svdquant.cuh`.
+const TILE_ROWS: usize = 128;
+const TILE_COLUMNS: usize = 128;
+const TILE_THREADS: usize = 64;
+const KEPT_RANKS: usize = 128;
+
+/// A launch with a block per tile of a weight of SVDQuant.
+fn tiles_of(rows: usize, columns: usize, rank: u16) -> LaunchConfig {
+    let (x, y) = (columns.div_ceil(TILE_COLUMNS), rows / TILE_ROWS);
+    LaunchConfig {
+        grid_dim: (x as u32, y as u32, 1),
+        block_dim: (TILE_THREADS as u32, 1, 1),
+        shared_mem_bytes: (usize::from(rank).min(KEPT_RANKS) * 2 * TILE_COLUMNS) as u32,
+    }
 }
 
 /// A launch with a thread per [`UNITS`] of [`UNIT`] elements. There are fewer than 2^32 of those, so the block count

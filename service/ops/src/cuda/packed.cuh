@@ -1,5 +1,4 @@
-// Dequantizes codes in groups of columns with scales and zeros, codes in the order of other programs' kernels, and weights
-// whose columns have factors. Places and the order of operations are those of `dequantize/packed.rs`.
+// Dequantizes codes in groups of columns with scales and zeros, and codes in the order of other programs' kernels. Places and the order of operations are those of `dequantize/packed.rs`.
 #pragma once
 #include "dequantize.cuh"
 
@@ -136,79 +135,6 @@ struct Int8Groups {
         for (unsigned i = 0; i < UNIT; i++) {
             out[i] = (static_cast<float>(static_cast<int8_t>(codes[i])) - zero) * scale;
         }
-    }
-};
-
-// The eight nibbles of a row and eight columns of SVDQuant: a word of a tile of 128 rows by 64 columns.
-__device__ inline void load_svdquant(const Weight& w, unsigned row, unsigned column, uint8_t* codes) {
-    const size_t tile = static_cast<size_t>(row / 128) * (w.columns / 64) + column / 64;
-    const unsigned lane = row % 128 / 16 * 32 + row % 8 * 4 + column % 32 / 8;
-    const size_t word = tile * 1024 + lane * 4 + row % 16 / 8 * 2 + column % 64 / 32;
-    load_nibbles(w.codes + 4 * word, codes);
-}
-
-// Codes by their scales, and by the factors of columns, with which the weight begins. Scales are followed by the low-rank
-// product's factors.
-struct SvdquantInt4 {
-    __device__ static const uint8_t* low_rank(const Weight& w) { return w.scales + 2 * static_cast<size_t>(w.numbers / 64); }
-    __device__ static void read(const Weight& w, unsigned row, unsigned column, float* out) {
-        uint8_t codes[UNIT / 2];
-        load_svdquant(w, row, column, codes);
-        const size_t tile = static_cast<size_t>(row / 128) * (w.columns / 64) + column / 64;
-        const unsigned place = row % 128 / 16 * 16 + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2;
-        const float scale = Bf16::at(w.scales, tile * 128 + place);
-        for (unsigned i = 0; i < UNIT; i++) {
-            out[i] = signed_nibble(low_first(codes, i)) * scale * f32_at(w.bytes, column + i);
-        }
-    }
-};
-
-struct SvdquantFp4 {
-    __device__ static const uint8_t* blocks(const Weight& w) {
-        return w.scales + 4 * static_cast<size_t>(w.numbers / w.columns);
-    }
-    __device__ static const uint8_t* low_rank(const Weight& w) { return blocks(w) + w.numbers / 16; }
-    __device__ static void read(const Weight& w, unsigned row, unsigned column, float* out) {
-        uint8_t codes[UNIT / 2];
-        load_svdquant(w, row, column, codes);
-        const size_t tile = static_cast<size_t>(row / 128) * (w.columns / 64) + column / 64;
-        const unsigned place = row % 8 * 64 + row / 8 % 4 * 16 + row % 128 / 32 * 4 + column % 64 / 16;
-        const float scale = e4m3(blocks(w)[tile * 512 + place]) * f32_at(w.scales, row);
-        for (unsigned i = 0; i < UNIT; i++) {
-            out[i] = e2m1(low_first(codes, i)) * scale * f32_at(w.bytes, column + i);
-        }
-    }
-};
-
-// Index in a fragment of 16 by 16 numbers.
-__device__ inline unsigned in_fragment(unsigned i, unsigned j) {
-    return (i % 8 * 4 + j % 8 / 2) * 8 + i % 16 / 8 * 4 + j % 16 / 8 * 2 + j % 2;
-}
-
-// Codes as above, and the product of two factors in bf16, whose sums begin at the first rank.
-template <class Codes>
-struct Svdquant {
-    static constexpr unsigned TABLE = 0;
-    __device__ static void read(const Weight& w, const float*, unsigned first, float* out) {
-        const unsigned row = first / w.columns, column = first % w.columns, rows = w.numbers / w.columns;
-        Codes::read(w, row, column, out);
-        const uint8_t* down = Codes::low_rank(w);
-        const unsigned ranks = static_cast<unsigned>((w.codes - down) / (2 * (static_cast<size_t>(rows) + w.columns)));
-        const uint8_t* up = down + 2 * static_cast<size_t>(ranks) * w.columns;
-        float sums[UNIT] = {0, 0, 0, 0, 0, 0, 0, 0};
-        for (unsigned rank = 0; rank < ranks; rank++) {
-            const size_t up_tile = static_cast<size_t>(row / 16) * (ranks / 16) + rank / 16;
-            const size_t down_tile = static_cast<size_t>(column / 16) * (ranks / 16) + rank / 16;
-            const float of_up = Bf16::at(up, up_tile * 256 + in_fragment(row, rank));
-#pragma unroll
-            for (unsigned i = 0; i < UNIT; i += 2) {
-                const size_t pair = down_tile * 256 + in_fragment(rank, column + i);
-                const uint32_t both = *reinterpret_cast<const uint32_t*>(down + 2 * pair);
-                sums[i] += of_up * __uint_as_float(both << 16);
-                sums[i + 1] += of_up * __uint_as_float(both & 0xFFFF0000u);
-            }
-        }
-        for (unsigned i = 0; i < UNIT; i++) out[i] += sums[i];
     }
 };
 

@@ -1,5 +1,5 @@
-//! Matrix products with a weight through cuBLASLt: full precision, and native fp8 (compute capability 8.9 and later).
-//! The result is written directly to its destination, with bias and GELU in the epilogue.
+//! Matrix products with a weight through cuBLASLt: full precision, native fp8 (compute capability 8.9 and later), and int8, whose
+//! sums are exact. The result is written directly to its destination, with bias and GELU in the epilogue.
 //!
 //! cuBLASLt names several algorithms for a product, and not always the fastest first. Of large products those whose
 //! result equals the first one's bit for bit are timed at the first use, and the fastest is written down for later
@@ -64,18 +64,32 @@ pub(super) enum ProductTypes {
         is_bf16: bool,
         by_rows: bool,
     },
+    /// int8 by int8 to sums in i32, without an addend, a factor or an epilogue.
+    Int8,
 }
 
 impl ProductTypes {
     /// Types of the operands, and of the result.
     fn types(self) -> (sys::cudaDataType_t, sys::cudaDataType_t) {
-        use sys::cudaDataType_t::{CUDA_R_8F_E4M3, CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
+        use sys::cudaDataType_t::{
+            CUDA_R_8F_E4M3, CUDA_R_8I, CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F, CUDA_R_32I,
+        };
         match self {
             ProductTypes::F32 => (CUDA_R_32F, CUDA_R_32F),
             ProductTypes::F16 => (CUDA_R_16F, CUDA_R_16F),
             ProductTypes::Bf16 => (CUDA_R_16BF, CUDA_R_16BF),
             ProductTypes::Fp8 { is_bf16: true, .. } => (CUDA_R_8F_E4M3, CUDA_R_16BF),
             ProductTypes::Fp8 { is_bf16: false, .. } => (CUDA_R_8F_E4M3, CUDA_R_16F),
+            ProductTypes::Int8 => (CUDA_R_8I, CUDA_R_32I),
+        }
+    }
+
+    /// Types of sums, and of the factors of the product and of the addend.
+    fn computed_in(self) -> (sys::cublasComputeType_t, sys::cudaDataType_t) {
+        use sys::cublasComputeType_t::{CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32I};
+        match self {
+            ProductTypes::Int8 => (CUBLAS_COMPUTE_32I, sys::cudaDataType_t::CUDA_R_32I),
+            _ => (CUBLAS_COMPUTE_32F, sys::cudaDataType_t::CUDA_R_32F),
         }
     }
 }
@@ -198,7 +212,7 @@ impl ProductShape {
 
 /// Orders of weights, dtypes and epilogues, in the order by which the on-disk list numbers them.
 const ORDERS: [WeightOrder; 2] = [WeightOrder::OutputsFirst, WeightOrder::InputsFirst];
-const KINDS: [ProductTypes; 7] = [
+const KINDS: [ProductTypes; 8] = [
     ProductTypes::F32,
     ProductTypes::F16,
     ProductTypes::Bf16,
@@ -218,6 +232,7 @@ const KINDS: [ProductTypes; 7] = [
         is_bf16: true,
         by_rows: true,
     },
+    ProductTypes::Int8,
 ];
 const FINISHES: [ProductEpilogue; 4] = [
     ProductEpilogue::Nothing,
@@ -475,6 +490,8 @@ struct ProductPlan {
     chosen: usize,
     /// Whether that is known to be the fastest.
     is_timed: bool,
+    /// Whether sums and factors are whole numbers.
+    is_whole: bool,
 }
 
 impl ProductPlan {
@@ -497,16 +514,17 @@ impl ProductPlan {
             algorithms: Vec::new(),
             chosen: 0,
             is_timed: false,
+            is_whole: shape.numbers == ProductTypes::Int8,
         };
-        plan.product = result::create_matmul_desc(
-            sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-            sys::cudaDataType_t::CUDA_R_32F,
-        )?;
+        let (sums, factors) = shape.numbers.computed_in();
+        plan.product = result::create_matmul_desc(sums, factors)?;
         // `CUBLAS_OP_T` or `CUBLAS_OP_N`, which these bindings do not define.
         let transposes = i32::from(shape.weight_order == WeightOrder::OutputsFirst);
         plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, transposes)?;
         plan.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, shape.finish.epilogue())?;
-        plan.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, out)?;
+        if shape.numbers != ProductTypes::Int8 {
+            plan.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, out)?;
+        }
         if let ProductTypes::Fp8 { by_rows, .. } = shape.numbers {
             plan.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, 1i8)?;
             if by_rows {
@@ -676,14 +694,19 @@ impl ProductPlan {
     unsafe fn queue(&self, place: usize, at: &At, stream: &CudaStream) -> Result<()> {
         self.point_at(at).map_err(failed)?;
         let (alpha, beta) = (at.factor, f32::from(u8::from(at.added.is_some())));
+        let whole = (1i32, 0i32);
+        let (alpha, beta): (*const c_void, *const c_void) = match self.is_whole {
+            true => ((&raw const whole.0).cast(), (&raw const whole.1).cast()),
+            false => ((&raw const alpha).cast(), (&raw const beta).cast()),
+        };
         // SAFETY: the plan describes the operands, as the caller promises; the workspace is as large as the algorithm
         // was chosen for; alpha and beta are read before the call returns. With beta 0 the result is not read before.
         let multiplied = unsafe {
             result::matmul(
                 self.handle,
                 self.product,
-                (&raw const alpha).cast(),
-                (&raw const beta).cast(),
+                alpha,
+                beta,
                 at.weight as *const c_void,
                 self.weight,
                 at.x as *const c_void,
@@ -828,7 +851,7 @@ impl Drop for OwnPreference {
 
 fn size_of_type(of: sys::cudaDataType_t) -> usize {
     match of {
-        sys::cudaDataType_t::CUDA_R_32F => 4,
+        sys::cudaDataType_t::CUDA_R_32F | sys::cudaDataType_t::CUDA_R_32I => 4,
         sys::cudaDataType_t::CUDA_R_16F | sys::cudaDataType_t::CUDA_R_16BF => 2,
         _ => 1,
     }

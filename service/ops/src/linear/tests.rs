@@ -1,9 +1,10 @@
 //! Linear layers against reference implementations in f64.
 
 use candle_core::{Device, Result};
-use gpu::{Fp8Scales, Rotation, SvdquantCodes, W4A8Scales, WeightPart};
+use gpu::{Fp8Scales, GgufType, Int8Scales, Rotation, SvdquantCodes, W4A8Codes, W4A8Scales, WeightPart};
 
 use super::*;
+use crate::narrow_products::{Fp8Products, Int8Products};
 use crate::testing::{
     BF16_OPERATION, assert_close, fitting_rows, formats, here, quantized, random, random_bytes,
 };
@@ -98,8 +99,8 @@ fn a_quantized_layer_equals_its_dequantized_layer() -> Result<()> {
                 &expected,
                 F32_PRODUCT,
             )?;
-            // With odd row counts fp8 is dequantized on a card too; others have separate tests.
-            if multiplies_fp8(crate::testing::test_device(), &weight, DType::BF16)? {
+            // With odd row counts all are dequantized on a card too; others have separate tests.
+            if rounds_rows(&weight, DType::BF16)? {
                 continue;
             }
             let (x, bias) = (x.to_dtype(DType::BF16)?, bias.to_dtype(DType::BF16)?);
@@ -374,6 +375,16 @@ impl Adapted {
     }
 }
 
+/// Whether a weight is multiplied in eight bits, so that the rows are rounded.
+fn rounds_rows(weight: &Weight, dtype: DType) -> Result<bool> {
+    let device = crate::testing::test_device();
+    let is_int8 = !device.is_cpu()
+        && dtype != DType::F32
+        && weight.dims()[0].is_multiple_of(16)
+        && format_of(weight).is_some_and(|format| turned_for_int8(format).is_some());
+    Ok(is_int8 || multiplies_fp8(device, weight, dtype)?)
+}
+
 fn format_of(weight: &Weight) -> Option<WeightFormat> {
     match weight {
         Weight::Full(_) => None,
@@ -399,8 +410,8 @@ fn low_rank_terms_equal_a_merged_weight_in_every_format() -> Result<()> {
                 Weight::Quantized(quantized(format, &[rows, columns], bytes))
             });
             for weight in quantized.chain([full]) {
-                // Products in fp8 on a card have separate tests, and another tolerance.
-                if multiplies_fp8(device, &weight, dtype)? {
+                // Products in eight bits on a card have separate tests, and another tolerance.
+                if rounds_rows(&weight, dtype)? {
                     continue;
                 }
                 let numbers = match &weight {
@@ -605,6 +616,31 @@ fn scratch_of_a_product_in_fp8_holds_the_codes_of_both_sides() {
     );
 }
 
+#[test]
+fn scratch_of_a_product_in_int8_holds_the_codes_of_rows_and_some_sums() {
+    let turned = WeightFormat::Int8Scaled(Int8Scales::Rows, Rotation::By256);
+    let plain = WeightFormat::Int8Scaled(Int8Scales::Rows, Rotation::None);
+    let (rows, columns) = (4096, 256);
+    let codes = |tokens: usize| allocated(tokens * columns) + allocated(4 * tokens);
+    // Sums of 2,048 rows are 32 MiB.
+    for (tokens, at_once) in [(700, 700), (9000, 2048)] {
+        assert_eq!(
+            linear_scratch(turned, rows, columns, tokens, DType::BF16),
+            codes(tokens) + allocated(at_once * rows * 4)
+        );
+    }
+    let dequantized = allocated(2 * rows * columns);
+    assert_eq!(
+        linear_scratch(plain, rows, columns, 9000, DType::BF16),
+        dequantized
+    );
+    assert_eq!(
+        linear_scratch(turned, rows, columns, 9000, DType::F32),
+        2 * dequantized
+    );
+    assert_eq!(Int8Products::Never.takes(turned), None);
+}
+
 /// Tests of card-only behaviour.
 #[cfg(feature = "cuda")]
 mod on_a_card {
@@ -620,6 +656,9 @@ mod on_a_card {
     /// The same where the weight becomes e4m3 as well: about 0.037 in L2, and more where random scales of blocks make
     /// few numbers of a row large.
     const BOTH_IN_FP8: f64 = 0.07;
+
+    /// Tolerance of rows in int8, whose error is about 0.009 in L2.
+    const IN_INT8: f64 = 0.02;
 
     /// Whether the card of the tests has native fp8.
     fn is_native() -> Result<bool> {
@@ -764,6 +803,140 @@ mod on_a_card {
                 println!("{format} {dtype:?} {tokens}x{rows}x{columns}");
                 assert_close(&found, &dequantized, BOTH_IN_FP8)?;
             }
+        }
+        Ok(())
+    }
+
+    /// Rows in int8 with a scale each, turned and turned back: f32 on the CPU, of their shape.
+    fn rows_in_int8(x: &Tensor, rotation: Rotation) -> Result<Tensor> {
+        let mut out = Vec::new();
+        for mut row in x
+            .to_dtype(DType::F32)?
+            .to_device(&Device::Cpu)?
+            .to_vec2::<f32>()?
+        {
+            rotation.turn(&mut row);
+            let scale = row.iter().fold(0f32, |most, v| most.max(v.abs())) / 127.0;
+            let by = if scale == 0.0 { 0.0 } else { 1.0 / scale };
+            row.iter_mut()
+                .for_each(|v| *v = (*v * by).round_ties_even() * scale);
+            rotation.turn(&mut row);
+            out.extend(row);
+        }
+        Tensor::from_vec(out, x.shape(), &Device::Cpu)
+    }
+
+    /// With channels that are far larger than others, as activations have them; with and without terms; more rows than there are sums
+    /// at a time; rows that are views.
+    #[test]
+    fn weights_with_turned_columns_are_multiplied_in_int8() -> Result<()> {
+        let device = test_device();
+        if device.is_cpu() {
+            return Ok(());
+        }
+        for (tokens, rows, columns, rotation) in [
+            (1, 16, 16, Rotation::By16),
+            (7, 48, 64, Rotation::By64),
+            (300, 3072, 512, Rotation::By256),
+            (2100, 4096, 256, Rotation::By256),
+            (2, 32, 15_360, Rotation::By256),
+        ] {
+            let loud: Vec<f32> = (0..columns)
+                .map(|column| if column % 97 == 5 { 20.0 } else { 1.0 })
+                .collect();
+            let x = random(&[tokens, columns], 1)?.broadcast_mul(&Tensor::new(loud, &Device::Cpu)?)?;
+            for (dtype, kind) in [DType::BF16, DType::F16]
+                .into_iter()
+                .flat_map(|dtype| [Int8Scales::Tensor, Int8Scales::Rows].map(|kind| (dtype, kind)))
+            {
+                let wide = Tensor::zeros((tokens, columns + 8), dtype, device)?;
+                let x_here = wide.narrow(1, 8, columns)?;
+                crate::copy_rows(&here(&x).to_dtype(dtype)?, &x_here)?;
+                let x = x.to_dtype(dtype)?.to_dtype(DType::F32)?;
+                let bias = here(&random(&[rows], 2)?).to_dtype(dtype)?;
+                let format = WeightFormat::Int8Scaled(kind, rotation);
+                let mut bytes = moderate_bytes(format, rows, columns, 3);
+                if kind == Int8Scales::Tensor {
+                    bytes[..4].copy_from_slice(&0.37f32.to_le_bytes());
+                }
+                let held = quantized(format, &[rows, columns], bytes);
+                let numbers = dequantize(&held, DType::F32)?;
+                let weight = Weight::Quantized(held);
+                assert!(rounds_rows(&weight, dtype)?);
+                let terms = [Term::random((8, rows, columns), 0.3, 5, dtype)?];
+                let none = Tensor::zeros(rows, DType::F32, &Device::Cpu)?;
+                let by_weight = |x: &Tensor| defined_with_terms(x, &numbers, &none, &[]);
+                let products = [by_weight(&rows_in_int8(&x, rotation)?)?, by_weight(&x)?];
+                let zeros = Tensor::zeros((rows, columns), DType::F32, &Device::Cpu)?;
+                for (count, then) in [(0, Epilogue::None), (1, Epilogue::None), (1, Epilogue::GeluTanh)] {
+                    let layer = LinearLayer {
+                        low_rank: terms[..count].iter().map(Term::as_term).collect(),
+                        ..LinearLayer::new(&weight, Some(&bias))
+                    };
+                    let scratch = Scratch::new(layer.scratch_bytes(tokens, dtype), device)?;
+                    let out = Tensor::zeros((tokens, rows), dtype, device)?;
+                    linear_into(&x_here, &layer, then, &out, &scratch)?;
+                    let added = defined_with_terms(&x, &zeros, &bias, &terms[..count])?;
+                    println!("{format} {dtype:?} {tokens}x{rows}x{columns}, {count} terms, {then:?}");
+                    for (product, tolerance) in products.iter().zip([2.0 * BF16_OPERATION, IN_INT8]) {
+                        let sum = (product + &added)?;
+                        let expected = match then {
+                            Epilogue::None => sum,
+                            Epilogue::GeluTanh => sum.gelu()?,
+                        };
+                        assert_close(&out, &expected, tolerance)?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Of several layers over the same rows, these are quantized once.
+    #[test]
+    fn layers_over_the_same_rows_in_int8_equal_each_alone() -> Result<()> {
+        let device = test_device();
+        if device.is_cpu() {
+            return Ok(());
+        }
+        let (tokens, rows, columns, dtype) = (130, 64, 512, DType::BF16);
+        let format = WeightFormat::Int8Scaled(Int8Scales::Rows, Rotation::By256);
+        let x = here(&random(&[1, tokens, columns], 1)?).to_dtype(dtype)?;
+        let weights: Vec<Weight> = (0..3)
+            .map(|seed| {
+                quantized(
+                    format,
+                    &[rows, columns],
+                    moderate_bytes(format, rows, columns, seed),
+                )
+            })
+            .map(Weight::Quantized)
+            .collect();
+        let scratch = Scratch::new(linear_scratch(format, rows, columns, tokens, dtype), device)?;
+        let joint = Tensor::zeros((1, tokens, 3 * rows), dtype, device)?;
+        let outs = (0..3)
+            .map(|i| joint.narrow(2, rows * i, rows))
+            .collect::<Result<Vec<_>>>()?;
+        let layers: Vec<LayerTo<'_>> = weights
+            .iter()
+            .zip(&outs)
+            .map(|(weight, out)| LayerTo {
+                layer: LinearLayer::new(weight, None),
+                out,
+            })
+            .collect();
+        linears_into(&x, &layers, Epilogue::None, &scratch)?;
+        for (weight, out) in weights.iter().zip(&outs) {
+            let alone = Tensor::zeros((1, tokens, rows), dtype, device)?;
+            linear_into(
+                &x,
+                &LinearLayer::new(weight, None),
+                Epilogue::None,
+                &alone,
+                &scratch,
+            )?;
+            let on_cpu = |x: &Tensor| x.to_device(&Device::Cpu)?.contiguous()?.squeeze(0);
+            assert_close(&on_cpu(out)?, &on_cpu(&alone)?, 0.0)?;
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use ops::{Modulation, Norm, residual_norm_modulate};
 
 use super::buffers::TokenBuffers;
 use super::config::LayerConfig;
-use super::layers::{Attention, FeedForward};
+use super::layers::{Attention, FeedForward, Others};
 use crate::adapters::AdaptedTensors;
 use crate::linear::Linear;
 use crate::rotary::Rotations;
@@ -96,12 +96,10 @@ impl Block {
         own.chain([query, output]).chain(self.feed_forward.linears())
     }
 
-    /// The modulation in every step, `[steps, 6 hidden_size]`, from the modulation that all blocks share.
-    pub(super) fn modulate(&self, shared: &Tensor) -> Result<Tensor> {
-        let own = Tensor::zeros(shared.shape(), shared.dtype(), shared.device())?;
-        ops::copy_rows(shared, &own)?;
-        ops::add_residual(&own, &self.table, None)?;
-        Ok(own)
+    /// Writes the modulation in every step to `own`, `[steps, 6 hidden_size]`, from the modulation that all blocks share.
+    pub(super) fn modulate(&self, shared: &Tensor, own: &Tensor) -> Result<()> {
+        ops::copy_rows(shared, own)?;
+        ops::add_residual(own, &self.table, None)
     }
 
     /// Keys and values of its cross attention, from the embedded condition `[1, n, hidden_size]`.
@@ -127,13 +125,13 @@ impl Block {
         })
     }
 
-    /// Runs the block, each item with its modulation and its condition, and normalizes for `next`.
+    /// Runs the block, each item with its modulation and the condition that it attends to, and normalizes for `next`.
     pub(super) fn forward(
         &self,
         buffers: &TokenBuffers,
         modulation: &ModulationVectors<'_>,
         (turned, window): (&Rotations, Option<usize>),
-        conditions: &[&(Tensor, Tensor)],
+        conditions: &[Others<'_>],
         next: &Next,
     ) -> Result<()> {
         let TokenBuffers { sum, normed, .. } = buffers;

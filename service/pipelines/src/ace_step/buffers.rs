@@ -1,5 +1,6 @@
 //! The buffers of layers and of steps, which compute in them and allocate nothing, and their memory.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -19,9 +20,12 @@ pub(super) struct TokenBuffers {
     pub(super) normed: Tensor,
     /// `[batch, tokens, heads, head_dim]`, followed by keys and values in each row.
     pub(super) query: Tensor,
+    /// The same of all items as one, `[1, batch tokens, heads, head_dim]`.
+    query_rows: Tensor,
     pub(super) key: Tensor,
     pub(super) value: Tensor,
     pub(super) attended: Tensor,
+    attended_rows: Tensor,
     /// `[batch, tokens, intermediate_size]`.
     pub(super) gate: Tensor,
     pub(super) raised: Tensor,
@@ -76,7 +80,9 @@ impl TokenBuffers {
         let buffer = |width: usize| Tensor::zeros(all * width, dtype, device);
         let (first, second) = (buffer(first_width(layer))?, buffer(second_width(layer))?);
         let joint = first.narrow(0, 0, all * (heads + 2 * keys) * head)?;
+        let joint_rows = joint.reshape((1, all, heads + 2 * keys, head))?;
         let joint = joint.reshape((batch, tokens, heads + 2 * keys, head))?;
+        let attended_rows = second.reshape((1, all, second_width(layer) / head, head))?;
         let attended = second.reshape((batch, tokens, second_width(layer) / head, head))?;
         let halves = |buffer: &Tensor| {
             let half = buffer.narrow(0, 0, all * inner)?;
@@ -87,9 +93,11 @@ impl TokenBuffers {
             sum: Tensor::zeros(rows, of_sum, device)?,
             normed: Tensor::zeros(rows, dtype, device)?,
             query: joint.narrow(2, 0, heads)?,
+            query_rows: joint_rows.narrow(2, 0, heads)?,
             key: joint.narrow(2, heads, keys)?,
             value: joint.narrow(2, heads + keys, keys)?,
             attended: attended.narrow(2, 0, heads)?,
+            attended_rows: attended_rows.narrow(2, 0, heads)?,
             gate: halves(&first)?,
             raised: halves(&second)?,
             scratch: Arc::new(Scratch::new(scratch_bytes, device)?),
@@ -99,17 +107,28 @@ impl TokenBuffers {
     /// The part of the first `items` items of the batch.
     pub(super) fn first(&self, items: usize) -> Result<TokenBuffers> {
         let first = |buffer: &Tensor| buffer.narrow(0, 0, items);
+        let (_, tokens, _) = self.sum.dims3()?;
+        let rows = |buffer: &Tensor| buffer.narrow(1, 0, items * tokens);
         Ok(TokenBuffers {
             sum: first(&self.sum)?,
             normed: first(&self.normed)?,
             query: first(&self.query)?,
+            query_rows: rows(&self.query_rows)?,
             key: first(&self.key)?,
             value: first(&self.value)?,
             attended: first(&self.attended)?,
+            attended_rows: rows(&self.attended_rows)?,
             gate: first(&self.gate)?,
             raised: first(&self.raised)?,
             scratch: Arc::clone(&self.scratch),
         })
+    }
+
+    /// Queries of items of the batch as those of one, `[1, items tokens, heads, head_dim]`, and what they attend to.
+    pub(super) fn as_one(&self, items: Range<usize>) -> Result<(Tensor, Tensor)> {
+        let (_, tokens, _) = self.sum.dims3()?;
+        let rows = |buffer: &Tensor| buffer.narrow(1, items.start * tokens, items.len() * tokens);
+        Ok((rows(&self.query_rows)?, rows(&self.attended_rows)?))
     }
 
     /// Bytes of the buffers for `tokens` tokens, without the workspace of linear layers.

@@ -1,6 +1,8 @@
 //! The layers of the encoders: diffusers' `AceStepEncoderLayer`, and the attention and feed-forward that the transformer's
 //! blocks have too.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Tensor};
 use gpu::MissingTensor;
 use ops::{
@@ -14,6 +16,14 @@ use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::linear::{Linear, largest_scratch};
 use crate::rotary::{Rotations, Rounded, rotations};
+
+/// Rows that items of a batch attend to.
+pub(super) struct Others<'a> {
+    pub(super) items: Range<usize>,
+    /// `[1, n, heads, head_dim]`, as of [`Attention::keys_and_values`].
+    pub(super) keys: &'a Tensor,
+    pub(super) values: &'a Tensor,
+}
 
 /// Attention with a norm of each head of queries and keys (`AceStepAttention`).
 pub(super) struct Attention {
@@ -107,13 +117,9 @@ impl Attention {
         Ok((key, value))
     }
 
-    /// Attention of the normalized rows to other rows; the result replaces the normalized rows. Each item of the batch has
-    /// separate keys and values, which may differ in length.
-    pub(super) fn to_others(
-        &self,
-        buffers: &TokenBuffers,
-        others: &[&(Tensor, Tensor)],
-    ) -> candle_core::Result<()> {
+    /// Attention of the normalized rows to other rows; the result replaces the normalized rows. Items of the batch that attend to
+    /// the same rows do so as one; those of others may differ in length.
+    pub(super) fn to_others(&self, buffers: &TokenBuffers, others: &[Others<'_>]) -> candle_core::Result<()> {
         let TokenBuffers {
             normed,
             query,
@@ -125,16 +131,9 @@ impl Attention {
         self.query.forward_into(normed, Epilogue::None, query, scratch)?;
         // The operation normalizes keys too: those in the buffer are no longer needed.
         qk_norm_rope(query, unused, self.norm(), None, Pairs::Halves)?;
-        for (item, (key, value)) in others.iter().enumerate() {
-            let of_item = |buffer: &Tensor| buffer.narrow(0, item, 1);
-            ops::attention(
-                &of_item(query)?,
-                key,
-                value,
-                self.scale,
-                Mask::None,
-                &of_item(attended)?,
-            )?;
+        for Others { items, keys, values } in others {
+            let (query, attended) = buffers.as_one(items.clone())?;
+            ops::attention(&query, keys, values, self.scale, Mask::None, &attended)?;
         }
         self.output
             .forward_into(attended, Epilogue::None, normed, scratch)

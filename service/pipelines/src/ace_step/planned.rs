@@ -63,9 +63,14 @@ impl AceStepModel {
         let tokens = self.transformer.tokens(self.frames(audio));
         let by_head = (layer.num_attention_heads, layer.head_dim);
         let rows = row_widths(layer);
-        let itself = |mask| AttentionShape {
+        let of_tokens = |tokens, mask| AttentionShape {
             heads_kv: layer.num_key_value_heads,
             ..AttentionShape::of_rows(tokens, by_head, rows, self.parts.dtype(), mask)
+        };
+        // Of one request, and of as many as may share a pass.
+        let most = match is_in_rounds(request) {
+            true => request.slots as usize,
+            false => 1,
         };
         let mut shapes: Vec<AttentionShape> = Vec::new();
         for i in 0..self.transformer.num_hidden_layers {
@@ -76,15 +81,10 @@ impl AceStepModel {
                 },
                 None => MaskShape::None,
             };
-            // Of one request, and of as many as may share a pass.
-            let most = match is_in_rounds(request) {
-                true => request.slots as usize,
-                false => 1,
-            };
             for batch in 1..=most {
                 let shape = AttentionShape {
                     batch,
-                    ..itself(mask.clone())
+                    ..of_tokens(tokens, mask.clone())
                 };
                 if !shapes.contains(&shape) {
                     shapes.push(shape);
@@ -100,12 +100,15 @@ impl AceStepModel {
         for keys in conditions.into_iter().flatten() {
             let row = layer.keys();
             let strides = [keys * row, row, layer.head_dim];
-            shapes.push(AttentionShape {
-                keys,
-                k: strides,
-                v: strides,
-                ..itself(MaskShape::None)
-            });
+            // Requests with one condition attend to it as one.
+            for batch in 1..=most {
+                shapes.push(AttentionShape {
+                    keys,
+                    k: strides,
+                    v: strides,
+                    ..of_tokens(batch * tokens, MaskShape::None)
+                });
+            }
         }
         shapes.into_iter().map(Planned::Attention).collect()
     }

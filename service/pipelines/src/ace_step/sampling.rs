@@ -1,5 +1,7 @@
 //! The sampling of a request: its context, its state between steps and between rounds, and the mix of velocities.
 
+use std::rc::Rc;
+
 use candle_core::{DType, Device, Tensor};
 
 use super::guidance::Guidance;
@@ -16,7 +18,7 @@ use crate::rounds::Round;
 use crate::sampling::{Prediction, SampledLatent};
 use crate::stage::Stage;
 use crate::tensors::to_host;
-use crate::{AudioTask, StageError, Values};
+use crate::{AudioTask, HostTensor, StageError, Values};
 
 /// The sigmas of `steps` steps, from 1 to the final 0, `steps + 1` values: `torch.linspace`, which computes in f32 from both
 /// ends towards the middle, shifted.
@@ -43,13 +45,43 @@ pub(super) enum Attends {
 }
 
 /// The conditions of a request's steps, in the order of their passes.
-pub(super) struct Conditions(Vec<(Attends, Conditioning)>);
+pub(super) struct Conditions(Vec<(Attends, Rc<Conditioning>)>);
 
 impl Conditions {
     pub(super) fn all(&self) -> impl Iterator<Item = (Attends, &Conditioning)> {
         self.0
             .iter()
-            .map(|(attends, conditioning)| (*attends, conditioning))
+            .map(|(attends, conditioning)| (*attends, &**conditioning))
+    }
+
+    /// Whether the first pass of both attends to one conditioning.
+    pub(super) fn begins_as(&self, other: &Conditions) -> bool {
+        match (self.0.first(), other.0.first()) {
+            (Some((_, own)), Some((_, others))) => Rc::ptr_eq(own, others),
+            _ => false,
+        }
+    }
+}
+
+/// The conditionings of a stage's requests by the values that they are made from: requests with equal values have one.
+#[derive(Default)]
+pub(super) struct Known(Vec<(HostTensor, Rc<Conditioning>)>);
+
+impl Known {
+    /// That of a value, which `make` makes the first time.
+    fn of(
+        &mut self,
+        value: &HostTensor,
+        make: impl FnOnce() -> Result<Conditioning, StageError>,
+    ) -> Result<Rc<Conditioning>, StageError> {
+        // A value that a worker was sent once is the same memory in all requests, which is not compared.
+        let is_same = |other: &HostTensor| std::ptr::eq(&*other.data, &*value.data) || other == value;
+        if let Some((_, conditioning)) = self.0.iter().find(|(other, _)| is_same(other)) {
+            return Ok(Rc::clone(conditioning));
+        }
+        let conditioning = Rc::new(make()?);
+        self.0.push((value.clone(), Rc::clone(&conditioning)));
+        Ok(conditioning)
     }
 }
 
@@ -273,13 +305,14 @@ impl Stage<'_, AceStepModel> {
         transformer.map_err(StageError::missing_in(TRANSFORMER))
     }
 
-    /// The conditions of the request's steps. `go_on` is called before every block.
+    /// The conditions of the request's steps, some of which may be known. `go_on` is called before every block.
     ///
     /// # Errors
     /// Errors of the device, and of `go_on`.
     pub(super) fn conditions(
         &self,
         transformer: &Transformer,
+        known: &mut Known,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<Conditions, StageError> {
         let mut conditions = Vec::new();
@@ -289,10 +322,19 @@ impl Stage<'_, AceStepModel> {
             (Attends::Plain, PLAIN_CONDITION),
         ] {
             if attends == Attends::With || self.run.value_if_taken(name)?.is_some() {
-                conditions.push((attends, transformer.condition(&self.value(name)?, go_on)?));
+                let conditioning = known.of(self.run.value(name)?, || {
+                    transformer.condition(&self.value(name)?, go_on)
+                })?;
+                conditions.push((attends, conditioning));
             }
         }
         Ok(Conditions(conditions))
+    }
+
+    /// The conditions of a request that is alone in its passes.
+    fn conditions_alone(&self, transformer: &Transformer) -> Result<Conditions, StageError> {
+        let mut go_on = || self.observer.check_cancelled();
+        self.conditions(transformer, &mut Known::default(), &mut go_on)
     }
 
     /// Runs a round that is alone in its passes. For most requests this is a round of all steps.
@@ -305,7 +347,7 @@ impl Stage<'_, AceStepModel> {
                 .adapters
                 .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
         let transformer = self.transformer(&adapters)?;
-        let mut attended = self.conditions(&transformer, &mut || self.observer.check_cancelled())?;
+        let mut attended = self.conditions_alone(&transformer)?;
         // The modulations of all steps, in every round: products of fewer rows may round differently.
         let steps = sampling.steps();
         let mut times = transformer.times(&sampling.latent.sigmas()[..steps], on)?;
@@ -317,7 +359,7 @@ impl Stage<'_, AceStepModel> {
             if !adapters.are_constant() {
                 adapters.set_step(step, steps);
                 times = transformer.times(&sampling.latent.sigmas()[step..=step], on)?;
-                attended = self.conditions(&transformer, &mut || self.observer.check_cancelled())?;
+                attended = self.conditions_alone(&transformer)?;
                 row = 0;
             }
             let is_only = attended.all().count() == 1;

@@ -9,7 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use super::buffers::StepBuffers;
 use super::model::{AceStepModel, TRANSFORMER};
 use super::plan::DENOISE;
-use super::sampling::{Attends, Conditions, Sampling};
+use super::sampling::{Attends, Conditions, Known, Sampling};
 use super::transformer::{Item, Times, Transformer};
 use crate::adapters::{AttachedAdapters, UsedAs};
 use crate::rounds::check_shared;
@@ -205,11 +205,17 @@ impl AceStepModel {
             .attach(uses, TRANSFORMER, UsedAs::Steps, first.tensors)?;
         let transformer = self.transformer_of(first, &adapters)?;
         let mut results: Vec<Result<Values, StageError>> = Vec::new();
-        let mut slots = Vec::new();
+        let (mut slots, mut known) = (Vec::new(), Known::default());
         for (number, run) in stages.iter().enumerate() {
-            match self.slot((number, run), &transformer, observer) {
+            match self.slot((number, run), &transformer, &mut known, observer) {
                 Ok(slot) => {
-                    slots.push(slot);
+                    // Next to each other, those with one condition attend to it together.
+                    let begins_as = |other: &Slot| other.conditions.begins_as(&slot.conditions);
+                    let place = slots
+                        .iter()
+                        .rposition(begins_as)
+                        .map_or(slots.len(), |last| last + 1);
+                    slots.insert(place, slot);
                     results.push(Ok(Values::new()));
                 }
                 Err(error @ StageError::Tensor(_)) => return Err(error),
@@ -250,6 +256,7 @@ impl AceStepModel {
         &self,
         (number, run): (usize, &StageRun<'_>),
         transformer: &Transformer,
+        known: &mut Known,
         observer: &dyn Observer,
     ) -> Result<Slot, StageError> {
         let mut unobserved = Unobserved;
@@ -261,7 +268,7 @@ impl AceStepModel {
         Ok(Slot {
             number,
             sampling: Sampling::begin(&stage)?,
-            conditions: stage.conditions(transformer, &mut go_on)?,
+            conditions: stage.conditions(transformer, known, &mut go_on)?,
             made: 0,
             left: None,
         })

@@ -4,6 +4,8 @@
 //! an incomplete last patch is filled with zeros. The keys and values of the condition are the same in every step, so
 //! they are computed once per request.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Tensor};
 use gpu::{BlockPlace, ComponentTensors, MissingTensor, WeightStream};
 use half::bf16;
@@ -12,6 +14,7 @@ use ops::{Epilogue, Nonlinearity};
 use super::blocks::{Block, ModulationVectors, Next, flat};
 use super::buffers::{StepBuffers, TokenBuffers};
 use super::config::{SINUSOIDS, TransformerConfig};
+use super::layers::Others;
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
 use crate::checkpoint::numbered;
@@ -158,7 +161,13 @@ impl Transformer {
             ops::copy_rows(&embedded, &last.narrow(1, part * width, width)?)?;
         }
         ops::add_residual(&last, &self.last_table, None)?;
-        let blocks = self.blocks.iter().map(|block| block.modulate(&shared));
+        let all = ops::blank(&[self.blocks.len(), times.len(), 6 * width], dtype, device)?;
+        let of_block = |(i, block): (usize, &Block)| -> candle_core::Result<Tensor> {
+            let own = all.get(i)?;
+            block.modulate(&shared, &own)?;
+            Ok(own)
+        };
+        let blocks = self.blocks.iter().enumerate().map(of_block);
         Ok(Times {
             blocks: blocks.collect::<candle_core::Result<_>>()?,
             last,
@@ -261,7 +270,7 @@ impl Transformer {
     }
 
     /// [`Transformer::velocity`] of several requests in one pass, each in its own step: the times of their steps are
-    /// contiguous, from `first` on. Except for rounding, no result depends on the other requests.
+    /// contiguous, from `first` on. Requests next to each other with one conditioning attend to it together. Except for rounding, no result depends on the other requests.
     ///
     /// # Errors
     /// When the buffers have no such places; errors of the device, and of `go_on`.
@@ -306,14 +315,19 @@ impl Transformer {
                 }),
             }
         };
+        let attended = by_conditioning(items);
         let next = next_of(0)?;
         ops::norm_modulate(&tokens.sum, next.norm(), Some(next.modulation()), &tokens.normed)?;
         for (i, (block, modulation)) in self.blocks.iter().zip(&of_step).enumerate() {
             go_on()?;
             self.stream.enter(BlockPlace::each_pass(i))?;
             let window = config.layer.window(i, count);
-            let of_block = items.iter().filter_map(|item| item.conditioning.0.get(i));
-            let conditions: Vec<&(Tensor, Tensor)> = of_block.collect();
+            let of_block = attended.iter().filter_map(|(items, conditioning)| {
+                let (keys, values) = conditioning.0.get(i)?;
+                let items = items.clone();
+                Some(Others { items, keys, values })
+            });
+            let conditions: Vec<Others<'_>> = of_block.collect();
             block.forward(
                 &tokens,
                 &parts(modulation),
@@ -329,6 +343,18 @@ impl Transformer {
         let velocity = |row: usize| rows.get(row)?.narrow(0, 0, frames);
         Ok((0..batch).map(velocity).collect::<candle_core::Result<_>>()?)
     }
+}
+
+/// The conditionings of a pass, each with the items next to each other that attend to it.
+fn by_conditioning<'a>(items: &[Item<'a>]) -> Vec<(Range<usize>, &'a Conditioning)> {
+    let mut all: Vec<(Range<usize>, &Conditioning)> = Vec::new();
+    for (row, item) in items.iter().enumerate() {
+        match all.last_mut() {
+            Some((rows, last)) if std::ptr::eq(*last, item.conditioning) => rows.end = row + 1,
+            _ => all.push((row..row + 1, item.conditioning)),
+        }
+    }
+    all
 }
 
 /// The layer over patches: the filters `[hidden_size, channels, patch]` of a convolution whose steps are as long, with their

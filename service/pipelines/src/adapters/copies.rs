@@ -40,12 +40,14 @@ impl Kind {
     fn kept(format: Option<WeightFormat>, shape: [usize; 2], rows: usize) -> Option<Kind> {
         let (kind, copies) = (Kind::of(format), ops::adapter_copies());
         let shifts = format.is_some_and(|format| format.input_shift() != InputShift::None);
+        // Rows are rounded for products in int8, and not for those of a copy.
+        let is_int8 = format.is_some_and(|format| ops::turned_for_int8(format).is_some());
         let is_asked = match copies {
             AdapterCopies::Never => false,
             AdapterCopies::Exact => kind == Kind::Numbers,
             AdapterCopies::Always => true,
         };
-        (is_asked && !shifts && ops::adapts_weight(shape, rows)).then_some(kind)
+        (is_asked && !shifts && !is_int8 && ops::adapts_weight(shape, rows)).then_some(kind)
     }
 }
 

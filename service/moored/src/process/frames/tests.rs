@@ -9,8 +9,8 @@ use engine::messages::{
 };
 use gpu::{CardDescription, CardKind, MemoryProfile, ProfileName, Unloaded};
 use pipelines::{
-    Audio, Clip, Fp8Products, HostTensor, HostType, Image, InitImage, MediaFormat, Medium, Memo, Piece,
-    Preset, Quantization, Request, Role, Rung, Sound, StagePlan, ValueShape, Values, Video,
+    Audio, Clip, Fp8Products, HostTensor, HostType, Image, InitImage, Int8Products, MediaFormat, Medium,
+    Memo, Piece, Preset, Quantization, Request, Role, Rung, Sound, StagePlan, ValueShape, Values, Video,
 };
 use residency::{
     Bytes, Component, ComponentId, DriverTruth, HoldId, Holder, Ledger, Millis, Part, PinId, Policy,
@@ -449,6 +449,7 @@ fn configurations() -> [Configuration; 2] {
         lock_file: lock_file.map(PathBuf::from),
         plans_folder: PathBuf::from("/state/plans"),
         fp8_products: Fp8Products::Always,
+        int8_products: Int8Products::Never,
         confinement: Confinement {
             strictness: Strictness::All,
             is_required: true,

@@ -1,15 +1,20 @@
 //! Weights in the formats of other programs, as those programs write them (`fixtures/make_format_fixtures.py`), are what those
 //! programs say that they are.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use gpu::{InputShift, QuantizedWeight};
+use gpu::{ComponentTensors, CpuCard, CpuSettings, Gpu as _, InputShift, QuantizedWeight, Weight};
+use model::ComponentFiles;
+use residency::{Component, ComponentId, Part};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize_to_file};
 
 use super::*;
 use crate::checkpoint::TensorSpec;
+use crate::checkpoint::components::{Requested, component_of_specs, whole};
+use crate::checkpoint::role::QuantizeRole;
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/formats")
@@ -120,6 +125,87 @@ fn every_layer_is_what_its_own_program_reads_or_refused_by_name() {
         }
     }
     assert_eq!((read, refused), (47, 5));
+}
+
+/// Cards compute in bf16, where numbers that opening a file computes, as biases and modulators of SVDQuant, are converted too.
+#[test]
+fn every_layer_loads_in_the_dtypes_of_cards() {
+    let expected =
+        candle_core::safetensors::load(folder().join("expected.safetensors"), &Device::Cpu).unwrap();
+    let files: BTreeSet<&str> = expected
+        .keys()
+        .map(|name| name.split_once('/').unwrap().0)
+        .collect();
+    let mut biases = 0;
+    for stem in files {
+        let endings = ["safetensors", "gguf"].map(|ending| format!("{stem}.{ending}"));
+        let file = endings
+            .into_iter()
+            .find(|file| folder().join(file).is_file())
+            .unwrap();
+        if UNREAD_TYPES.contains(&&*file) {
+            continue;
+        }
+        let opened = checkpoint(&file).unwrap();
+        let is_of_layer = |name: &&str| name.ends_with(".weight") || name.ends_with(".bias");
+        let of_layers = opened.names().filter(is_of_layer).map(str::to_owned);
+        let tensors: Vec<StoredTensor> = of_layers.map(|name| opened.tensor(&name).unwrap()).collect();
+        for dtype in [DType::BF16, DType::F16] {
+            let wanted = Requested {
+                component: "transformer",
+                dtype,
+                format: None,
+                role_of: |_| QuantizeRole::AsStored,
+            };
+            let shapes = tensors
+                .iter()
+                .map(|stored| (stored.name.clone(), stored.shape.clone()));
+            let specs = whole(shapes.collect());
+            let component = component_of_specs(&folder(), &opened, &specs, wanted, None).unwrap();
+            let loaded = loaded(&component);
+            for stored in &tensors {
+                let all = Rows {
+                    first: 0,
+                    count: stored.shape[0],
+                };
+                match loaded.weight(&stored.name).unwrap() {
+                    Weight::Quantized(weight) => {
+                        let bytes = weight.bytes.to_vec1::<u8>().unwrap();
+                        assert!(
+                            bytes == bytes_of(&stored.pieces(&[all]).unwrap()),
+                            "{file} {}",
+                            stored.name
+                        );
+                    }
+                    Weight::Full(numbers) => {
+                        assert_eq!(
+                            (numbers.dtype(), numbers.dims()),
+                            (dtype, &*stored.shape),
+                            "{file}"
+                        );
+                        biases += usize::from(stored.name.ends_with(".bias"));
+                    }
+                }
+            }
+        }
+    }
+    assert!(biases >= 8, "{biases} biases");
+}
+
+/// A component, loaded with the CPU card.
+fn loaded(files: &ComponentFiles) -> Arc<ComponentTensors> {
+    let component = Component {
+        id: ComponentId::new("transformer"),
+        name: "transformer".to_owned(),
+        bytes: files.plan.bytes(),
+        reload_seconds: 0.0,
+        parts: files.plan.parts(),
+    };
+    let mut card = CpuCard::new(CpuSettings::default()).unwrap();
+    let mut progress = |_| ControlFlow::Continue(());
+    card.load(&component, &files.plan, Part::WHOLE, &mut progress)
+        .unwrap();
+    card.tensors(&component.id).unwrap()
 }
 
 /// Fused layers are cut into rows; a layer of one part or of two ranges has the rows of the whole.
