@@ -270,7 +270,7 @@ def steps(binary: Path, work: Path) -> None:
         for size, frames, (few, many), _ in HUNYUAN:
             for name, model in (("", "hunyuan"), (" fp8", "hunyuan+fp8")):
                 what = f"{hunyuan_step(size, frames)}{name}"
-                make = partial(film, service, model, size, frames)
+                make = partial(film, service, model, size, frames, latent_only=True)
                 guarded(what, partial(tell_step, what, make, few, many))
         guarded("step cache", partial(left_out, service))
         for size in ((832, 480), (640, 640)):
@@ -285,7 +285,7 @@ def left_out(service: Service) -> None:
     """What a pass takes that is left out: the error is so large that only the first is computed whole."""
     (size, frames, *_) = HUNYUAN[0]
     what = f"{hunyuan_step(size, frames)}, left out"
-    make = partial(film, service, "hunyuan", size, frames, step_cache=1.0)
+    make = partial(film, service, "hunyuan", size, frames, step_cache=1.0, latent_only=True)
     tell_step(what, make, 2, 8)
 
 
