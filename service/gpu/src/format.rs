@@ -312,6 +312,11 @@ pub enum WeightPart {
     BlockScales,
     /// The codes, or the blocks of GGUF.
     Codes,
+    /// A scale in f32 for each row of the weight as a whole, which a card makes when it first multiplies it, and keeps. Zero bytes
+    /// before, as [`WeightPart::Made`] is.
+    MadeScales,
+    /// Whether a card has made the scales, in its first four bytes.
+    Made,
 }
 
 impl GgufType {
@@ -487,6 +492,8 @@ impl WeightFormat {
                     (WeightPart::LowRankDown, 2 * rank * columns),
                     (WeightPart::LowRankUp, 2 * rank * rows),
                     (WeightPart::Codes, numbers / 2),
+                    (WeightPart::MadeScales, 4 * rows),
+                    (WeightPart::Made, 16),
                 ]);
                 parts
             }

@@ -204,7 +204,9 @@ impl<'a> Parts<'a> {
                 | WeightPart::Zeros
                 | WeightPart::ColumnFactors
                 | WeightPart::LowRankDown
-                | WeightPart::LowRankUp => bytes.fill(0),
+                | WeightPart::LowRankUp
+                | WeightPart::MadeScales
+                | WeightPart::Made => bytes.fill(0),
                 WeightPart::Codes => codes = bytes,
             }
         }

@@ -71,6 +71,7 @@ struct RequantizeArguments {
     unsigned long long scales_at, codes_at;
     uint8_t* codes;
     float* scales;
+    unsigned* made;  // whether the scales are made already, where they are kept; or null
     unsigned rows, columns;
 };
 

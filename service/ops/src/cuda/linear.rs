@@ -915,8 +915,10 @@ impl Layer<'_> {
             WeightFormat::Fp8(kind) => (stored_codes(weight)?, kind),
             _ => {
                 let at = self.scratch_for_codes(taken, outputs, columns)?;
-                requantize_rows(self.card, self.stream, weight, at)?;
-                (at, Fp8Scales::Rows)
+                (
+                    requantize_rows(self.card, self.stream, weight, at)?,
+                    Fp8Scales::Rows,
+                )
             }
         };
         let rows = Rows {
@@ -1258,6 +1260,7 @@ struct RequantizeArguments {
     codes_at: u64,
     codes: u64,
     scales: u64,
+    made: u64,
     rows: u32,
     columns: u32,
 }
@@ -1265,13 +1268,14 @@ struct RequantizeArguments {
 // SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for RequantizeArguments {}
 
-/// Quantizes the rows of a quantized weight to e4m3 codes with a scale each, at these addresses.
+/// Quantizes the rows of a quantized weight to e4m3 codes with a scale each, at these addresses. Returns where they are: a weight
+/// that has room for its scales keeps them, so that they are made once.
 pub(crate) fn requantize_rows(
     card: &Card,
     stream: &CudaStream,
     weight: &QuantizedWeight,
     (codes, scales): CodesAt,
-) -> Result<()> {
+) -> Result<CodesAt> {
     let (rows, columns) = rows_and_columns(&weight.shape);
     let bytes = aligned(&weight.bytes)?;
     let place = |wanted| place_of(weight.format, rows, columns, wanted) as u64;
@@ -1286,12 +1290,19 @@ pub(crate) fn requantize_rows(
             weight.shape
         );
     };
+    let own = address_of(&weight.bytes)?;
+    let keeps = matches!(weight.format, WeightFormat::Svdquant { .. }) && own == address_of(&bytes)?;
+    let (scales, made) = match keeps {
+        true => (own + place(WeightPart::MadeScales), own + place(WeightPart::Made)),
+        false => (scales, 0),
+    };
     let arguments = RequantizeArguments {
         bytes: address_of(&bytes)?,
         scales_at: place(WeightPart::Scales),
         codes_at: place(WeightPart::Codes),
         codes,
         scales,
+        made,
         rows: row_count,
         columns: width,
     };
@@ -1299,12 +1310,16 @@ pub(crate) fn requantize_rows(
     if let WeightFormat::Svdquant { rank, .. } = weight.format {
         let tiles = tiles_of(rows, columns, rank);
         // SAFETY: the structure mirrors `fp8.cuh`; the bytes are as many as format and shape require and aligned, their rows fill
-        // whole tiles, and the destination has space for as many codes and a scale per row, which all kernels use on this stream.
-        return unsafe {
-            memset_d8_async(scales, 0, rows * size_of::<f32>(), stream.cu_stream()).w()?;
+        // whole tiles, and the destination has space for as many codes. Scales are in the scratch or in the weight, in a part that
+        // nothing but these kernels reads or writes, on this stream.
+        unsafe {
+            if !keeps {
+                memset_d8_async(scales, 0, rows * size_of::<f32>(), stream.cu_stream()).w()?;
+            }
             card.launch_as(stream, format!("scale_rows_{format}"), tiles, &arguments)?;
-            card.launch_as(stream, format!("{named}_{format}"), tiles, &arguments)
-        };
+            card.launch_as(stream, format!("{named}_{format}"), tiles, &arguments)?;
+        }
+        return Ok((codes, scales));
     }
     let threads = columns.div_ceil(UNIT * REQUANTIZED).next_multiple_of(32);
     if threads > MAX_THREADS {
@@ -1319,20 +1334,33 @@ pub(crate) fn requantize_rows(
             (rows, 1, 1),
             threads,
             &arguments,
-        )
+        )?;
     }
+    Ok((codes, scales))
 }
 
-/// The codes of a weight in another format, u8 of its shape, and the scales of its rows.
+/// The codes of a weight in another format, u8 of its shape, and the scales of its rows, if it does not keep them.
 #[cfg(test)]
 pub(crate) fn requantized(weight: &QuantizedWeight) -> Result<(Tensor, Tensor)> {
     let of = weight.bytes.device();
     let device = of.as_cuda_device()?;
+    let (rows, columns) = rows_and_columns(&weight.shape);
     let codes = Tensor::zeros(weight.shape.as_slice(), DType::U8, of)?;
-    let scales = Tensor::zeros(rows_and_columns(&weight.shape).0, DType::F32, of)?;
+    let scales = Tensor::zeros(rows, DType::F32, of)?;
     let at = (address_of(&codes)?, address_of(&scales)?);
-    requantize_rows(&*Card::of(device)?, &device.cuda_stream(), weight, at)?;
-    Ok((codes, scales))
+    if requantize_rows(&*Card::of(device)?, &device.cuda_stream(), weight, at)? == at {
+        return Ok((codes, scales));
+    }
+    let first = place_of(weight.format, rows, columns, WeightPart::MadeScales);
+    let kept = weight
+        .bytes
+        .narrow(0, first, rows * size_of::<f32>())?
+        .to_vec1::<u8>()?;
+    let kept: Vec<f32> = kept
+        .chunks_exact(size_of::<f32>())
+        .map(|bytes| f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+        .collect();
+    Ok((codes, Tensor::new(kept, of)?))
 }
 
 /// Quantizes rows of bf16 or f16 to codes with a scale each, at these addresses.

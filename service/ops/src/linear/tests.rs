@@ -753,6 +753,8 @@ mod on_a_card {
                 let rows = fitting_rows(format, rows);
                 let bytes = moderate_bytes(format, rows, columns, 3);
                 let weight = quantized(format, &[rows, columns], bytes);
+                // At the second time with scales that a weight has kept.
+                crate::cuda::requantized(&weight)?;
                 let (codes, scales) = crate::cuda::requantized(&weight)?;
                 let values: Vec<f32> = codes
                     .to_device(&Device::Cpu)?

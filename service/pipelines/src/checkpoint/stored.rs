@@ -321,6 +321,7 @@ fn cut(format: WeightFormat, part: WeightPart, columns: usize) -> Cut {
             | WeightPart::NestedTable
             | WeightPart::Offset
             | WeightPart::Padding
+            | WeightPart::Made
             | WeightPart::ColumnFactors
             | WeightPart::LowRankDown,
         ) => Cut::Shared,
@@ -329,6 +330,7 @@ fn cut(format: WeightFormat, part: WeightPart, columns: usize) -> Cut {
         (F::Nf4Double | F::Fp4Double, WeightPart::Scales) => by(NF4_BLOCK, 1),
         (F::Nf4 | F::Fp4, WeightPart::Scales) => by(NF4_BLOCK, 4),
         (F::BlockFp8, WeightPart::Scales) => by(FP8_BLOCK * columns, 4 * columns.div_ceil(FP8_BLOCK)),
+        (_, WeightPart::MadeScales) => by(columns, 4),
         // What lies in tiles of 128 rows: all but the factors of rows.
         (
             F::Svdquant {

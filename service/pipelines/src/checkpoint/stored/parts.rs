@@ -144,7 +144,9 @@ impl Checkpoint {
                 | WeightPart::Zeros
                 | WeightPart::ColumnFactors
                 | WeightPart::LowRankDown
-                | WeightPart::LowRankUp => Ok(zeros(range.len())),
+                | WeightPart::LowRankUp
+                | WeightPart::MadeScales
+                | WeightPart::Made => Ok(zeros(range.len())),
                 WeightPart::Offset => {
                     let offset = nested_offset.unwrap_or_default() as f32;
                     Ok(SourcePiece::Inline(Arc::from(offset.to_le_bytes())))
@@ -356,7 +358,7 @@ impl Checkpoint {
         let part = |(wanted, range): (WeightPart, std::ops::Range<usize>)| {
             let found = match wanted {
                 WeightPart::Codes => place.piece(),
-                WeightPart::Padding => zeros(range.len()),
+                WeightPart::Padding | WeightPart::MadeScales | WeightPart::Made => zeros(range.len()),
                 other => part(other, range.len())?,
             };
             if found.length() != range.len() as u64 {
