@@ -1,6 +1,6 @@
 """A Ray Serve application: each replica has a box, and Ray sends a model to the replica that has it.
 
-    pip install 'ray[serve]' 'moored[service]'
+    pip install --find-links FOLDER 'ray[serve]' 'moored[service]'    FOLDER has the files of a release
     cd deploy/ray && serve run moored_serve:app arguments="--models /models"
     serve deploy deploy/ray/serve.yaml                        on a cluster, with a GPU for each replica
 
@@ -65,7 +65,7 @@ class Box:
     def _start(self, settings: Settings) -> None:
         program = shutil.which(settings.program)
         if program is None:
-            raise RuntimeError(f"{settings.program} is missing: pip install 'moored[service]'")
+            raise RuntimeError(f"{settings.program} is missing: install moored[service]")
         if not settings.state:
             self._own_state = tempfile.mkdtemp(prefix="moored-")
         with socket.socket() as free:
