@@ -8,6 +8,7 @@ import io
 import json
 import socket
 import subprocess
+import threading
 import wave
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -254,6 +255,35 @@ def test_a_box_that_drains_ends_its_jobs_and_gets_no_new_ones(
         proxy.wait_up(box)
         again = client.generate_image("x", model="slow", **SMALL)
         assert client.box_of(again.job_id) == client.box_of(latent)
+
+
+def test_a_box_that_gives_notice_refuses_no_job(kind: str, models: Path, tmp_path: Path) -> None:
+    """SIGTERM alone, without a word to the proxy, while jobs come without a pause."""
+    names, ended = ("a", "b"), threading.Event()
+    boxes = Boxes(tmp_path / "boxes", models, "--set", "service.notice=2s", names=names)
+
+    def generate(number: int) -> int:
+        done = 0
+        while not ended.is_set():
+            model = MODELS[(number + done) % len(MODELS)]
+            client.generate_image("x", model=model, **SMALL)
+            done += 1
+        return done
+
+    with contextlib.ExitStack() as ends:
+        ends.callback(boxes.stop)
+        proxy = ends.enter_context(running(kind, tmp_path / "proxy", boxes))
+        client = ends.enter_context(proxy.client())
+        threads = ends.enter_context(ThreadPoolExecutor(4))
+        ends.callback(ended.set)
+        made = [threads.submit(generate, number) for number in range(4)]
+        for name in names:
+            boxes.drain(name)
+            assert boxes.wait_ended(name) == 0
+            boxes.start(name)
+            proxy.wait_up(name)
+        ended.set()
+        assert all(each.result() > 0 for each in made)
 
 
 def test_a_box_that_is_lost_costs_its_own_jobs_and_no_others(
