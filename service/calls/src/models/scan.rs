@@ -39,6 +39,12 @@ pub(super) fn shipped_places() -> impl Iterator<Item = PathBuf> {
 /// The folder of adapters that ship with the project.
 pub(super) const SHIPPED_ADAPTERS: &str = "demo/adapters";
 
+/// The checkout that this is built in. A release does not know it: the same commit gives the same bytes in every folder.
+const CHECKOUT: Option<&str> = match option_env!("MOORED_WITHOUT_CHECKOUT") {
+    Some(_) => None,
+    None => Some(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")),
+};
+
 /// A folder that ships with the project: beside the program, where it is installed to (`share/moored` of the same prefix),
 /// in the current folder, or in the checkout that it was built in.
 pub(super) fn shipped_folder(name: &str) -> Option<PathBuf> {
@@ -47,10 +53,9 @@ pub(super) fn shipped_folder(name: &str) -> Option<PathBuf> {
         .iter()
         .flat_map(|program| program.ancestors().skip(1).take(3))
         .flat_map(|folder| [folder.to_owned(), folder.join("share/moored")]);
-    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     beside
         .chain(std::env::current_dir().ok())
-        .chain([built])
+        .chain(CHECKOUT.map(PathBuf::from))
         .map(|folder| folder.join(name))
         .find(|folder| folder.is_dir())
 }
