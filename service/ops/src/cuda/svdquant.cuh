@@ -49,10 +49,8 @@ struct SvdquantFp4 {
 constexpr unsigned TILE_ROWS = 128, TILE_COLUMNS = 128;
 constexpr unsigned TILE_THREADS = TILE_COLUMNS / 64 * LANES;
 
-// Ranks of the second factor that a block keeps in shared memory, and the bytes that a rank takes. A weight of more ranks reads them
-// anew for every 16 rows.
+// Ranks of the second factor that a block keeps in shared memory. A weight of more ranks reads them anew for every 16 rows.
 constexpr unsigned KEPT_RANKS = 128;
-constexpr unsigned KEPT_BYTES = 2 * TILE_COLUMNS;
 
 // A matrix of 8 by 8 numbers of 16 bits, whose rows are held by four lanes each, transposed.
 __device__ inline uint32_t transposed(uint32_t pair) {
@@ -96,7 +94,7 @@ __device__ inline void multiply_add(float sums[4], uint4 a, uint2 b) {
 // and 8t + 2k + 1 of 32, for t from 0 to 3, are the columns of product k, so that lane t gets the eight columns from 8t on.
 template <class Codes, class Then>
 __device__ inline void each_unit(const Weight& w, Then then) {
-    extern __shared__ uint2 shared[];  // KEPT_BYTES for each rank that is kept
+    extern __shared__ uint2 shared[];  // two bytes for each rank that is kept and each column
     const unsigned warp = threadIdx.x / LANES, lane = threadIdx.x % LANES, group = lane / 4, t = lane % 4;
     const unsigned rows = w.numbers / w.columns;
     const unsigned column = blockIdx.x * TILE_COLUMNS + warp * 64;
