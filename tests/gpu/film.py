@@ -26,6 +26,7 @@ from full_size import (
     Job,
     begin,
     command_line,
+    compile_blocks,
     free_memory,
     guarded,
     made,
@@ -186,8 +187,7 @@ def _compiled(framepack: bool) -> torch.nn.Module:
     """A transformer of diffusers, compiled block by block."""
     module = transformer(framepack)
     module._repeated_blocks = BLOCKS
-    backend = "eager" if full_size.ASKED.is_tiny else "inductor"
-    module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=backend)
+    compile_blocks(module)
     return module
 
 

@@ -233,6 +233,16 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def compiler() -> str:
+    """The backend of torch.compile; tiny models are not compiled."""
+    return "eager" if ASKED.is_tiny else "inductor"
+
+
+def compile_blocks(module: Any) -> None:
+    """Compiles a model of diffusers block by block, for one shape."""
+    module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=compiler())
+
+
 def timed(work: Callable[[], object], runs: int) -> float:
     """The median of some runs on the card, in milliseconds."""
     work()

@@ -29,6 +29,8 @@ from full_size import (
     FIXTURES,
     begin,
     command_line,
+    compile_blocks,
+    compiler,
     free_memory,
     guarded,
     made,
@@ -471,14 +473,13 @@ def step_peer(model: Pictures) -> None:
     step = partial(module, **given, return_dict=False)
     eager = timed(step, 5)
     tell(f"{model.step}, eager", eager, "ms", who="diffusers eager")
-    backend = "eager" if ASKED.is_tiny else "inductor"
     began = time.perf_counter()
     if model.denoiser == "unet":
         # Half of its work is outside of the blocks that it repeats.
-        whole = torch.compile(module, dynamic=False, backend=backend)
+        whole = torch.compile(module, dynamic=False, backend=compiler())
         compiled = partial(whole, **given, return_dict=False)
     else:
-        module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=backend)
+        compile_blocks(module)
         compiled = step
     compiled()
     first_s = round(time.perf_counter() - began, 1)

@@ -30,6 +30,8 @@ from full_size import (
     FIXTURES,
     begin,
     command_line,
+    compile_blocks,
+    compiler,
     free_memory,
     guarded,
     made,
@@ -254,12 +256,11 @@ def step_in(
     way: str, model: Wan, module: Any, given: dict[str, torch.Tensor], found: dict[str, float]
 ) -> None:
     torch.compiler.reset()
-    backend = "eager" if ASKED.is_tiny else "inductor"
     forward = module
     if way == "whole":
-        forward = torch.compile(module, dynamic=False, backend=backend)
+        forward = torch.compile(module, dynamic=False, backend=compiler())
     elif way == "blocks":
-        module.compile_repeated_blocks(fullgraph=True, dynamic=False, backend=backend)
+        compile_blocks(module)
     step = partial(forward, **given, return_dict=False)
     began = time.perf_counter()
     peak = peak_gib(step)

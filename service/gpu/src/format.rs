@@ -313,10 +313,10 @@ pub enum WeightPart {
     /// The codes, or the blocks of GGUF.
     Codes,
     /// A scale in f32 for each row of the weight as a whole, which a card makes when it first multiplies it, and keeps. Zero bytes
-    /// before, as [`WeightPart::Made`] is.
+    /// before, as [`WeightPart::MadeFlag`] is.
     MadeScales,
     /// Whether a card has made the scales, in its first four bytes.
-    Made,
+    MadeFlag,
 }
 
 impl GgufType {
@@ -493,7 +493,7 @@ impl WeightFormat {
                     (WeightPart::LowRankUp, 2 * rank * rows),
                     (WeightPart::Codes, numbers / 2),
                     (WeightPart::MadeScales, 4 * rows),
-                    (WeightPart::Made, 16),
+                    (WeightPart::MadeFlag, 16),
                 ]);
                 parts
             }

@@ -206,7 +206,7 @@ impl<'a> Parts<'a> {
                 | WeightPart::LowRankDown
                 | WeightPart::LowRankUp
                 | WeightPart::MadeScales
-                | WeightPart::Made => bytes.fill(0),
+                | WeightPart::MadeFlag => bytes.fill(0),
                 WeightPart::Codes => codes = bytes,
             }
         }

@@ -69,7 +69,7 @@ pub use linear::{
     linear_into, linear_scratch, linears_into, low_rank_scratch, multiplies_fp8,
 };
 pub use narrow_products::{
-    Fp8Products, Int8Products, is_multiplied_in_fp8, set_fp8_products, set_int8_products, turned_for_int8,
+    Fp8Products, Int8Products, int8_rotation, is_multiplied_in_fp8, set_fp8_products, set_int8_products,
 };
 pub use norm::{
     Activation, Codes, CodesOfRows, Gate, Modulation, Norm, add_residual, norm_modulate,

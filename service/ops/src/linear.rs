@@ -6,7 +6,7 @@ use gpu::{Fp8Scales, InputShift, QuantizedWeight, Weight, WeightFormat};
 use crate::dequantize::sums_of_rows;
 use crate::linear_cpu::product_into;
 use crate::loops::{add_in_place, gelu_tanh_in_place};
-use crate::narrow_products::{is_multiplied_in_fp8, turned_for_int8};
+use crate::narrow_products::{int8_rotation, is_multiplied_in_fp8};
 use crate::rows::with_numbers;
 use crate::{Activation, allocated, dequantize};
 
@@ -446,7 +446,7 @@ pub fn linear_scratch(format: WeightFormat, rows: usize, columns: usize, tokens:
         _ => 0,
     };
     let in_int8 = match dtype {
-        DType::BF16 | DType::F16 if turned_for_int8(format).is_some() => {
+        DType::BF16 | DType::F16 if int8_rotation(format).is_some() => {
             in_codes(tokens) + allocated(rows_of_sums(rows, tokens) * rows * size_of::<i32>())
         }
         _ => 0,

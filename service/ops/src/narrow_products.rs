@@ -76,20 +76,20 @@ pub fn is_multiplied_in_fp8(format: WeightFormat) -> bool {
 /// Which quantized weights cards with tensor cores for int8 (compute capability 7.5 and later, but for 10.3, whose have a low rate)
 /// multiply in int8, with rows of bf16 or f16. Others are dequantized.
 ///
-/// Rows are turned as the columns of the weight were and rounded to int8 with a scale a row: together an error of 0.012 of a product
+/// Rows are rotated as the columns of the weight were and rounded to int8 with a scale a row: together an error of 0.012 of a product
 /// (relative, L2), also where a few channels are far larger than the others.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Int8Products {
     /// No weight is multiplied in int8.
     Never,
-    /// Weights in int8 whose columns were turned.
+    /// Weights in int8 whose columns were rotated.
     #[default]
     Auto,
 }
 
 impl Int8Products {
-    /// How the columns of a weight in this format were turned; `None` if no card multiplies it in int8.
+    /// The rotation of the columns of a weight in this format; `None` if no card multiplies it in int8.
     #[must_use]
     pub fn takes(self, format: WeightFormat) -> Option<Rotation> {
         match (self, format) {
@@ -108,8 +108,8 @@ pub fn set_int8_products(products: Int8Products) {
     let _ = INT8_PRODUCTS.set(products);
 }
 
-/// How rows are turned for a weight of this format that a card may multiply in int8; `None` for others.
+/// The rotation of rows for a weight of this format that a card may multiply in int8; `None` for others.
 #[must_use]
-pub fn turned_for_int8(format: WeightFormat) -> Option<Rotation> {
+pub fn int8_rotation(format: WeightFormat) -> Option<Rotation> {
     INT8_PRODUCTS.get().copied().unwrap_or_default().takes(format)
 }

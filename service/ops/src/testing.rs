@@ -41,7 +41,7 @@ pub(crate) fn random_bytes(format: WeightFormat, rows: usize, columns: usize, se
         *byte = (number.abs() * 65536.0) as u32 as u8;
     }
     for (part, range) in format.layout(rows, columns) {
-        if matches!(part, WeightPart::MadeScales | WeightPart::Made) {
+        if matches!(part, WeightPart::MadeScales | WeightPart::MadeFlag) {
             bytes[range].fill(0);
             continue;
         }

@@ -351,7 +351,7 @@ __device__ inline float turned(float x, unsigned apart, unsigned lanes) {
 // Multiplies groups of numbers by a Hadamard matrix over its square root, which is its own inverse. A group is in GROUP / 8
 // neighbouring lanes, which call this together. The order is that of `Rotation::turn`.
 template <unsigned GROUP>
-__device__ inline void turn_groups(float* out) {
+__device__ inline void rotate_groups(float* out) {
     constexpr unsigned COUNT = GROUP / UNIT;
     const unsigned lane = threadIdx.x % LANES;
     const unsigned lanes = COUNT == LANES ? 0xFFFFFFFFu : ((1u << COUNT % LANES) - 1) << (lane / COUNT * COUNT);
@@ -381,14 +381,14 @@ __device__ inline void turn_groups(float* out) {
     for (unsigned i = 0; i < UNIT; i++) out[i] *= FACTOR;
 }
 
-// Groups of columns that were turned before they were quantized are turned back. Numbers are whole groups.
+// Groups of columns that were rotated before they were quantized are rotated back. Numbers are whole groups.
 template <class Format, unsigned GROUP>
 struct Rotated {
     static constexpr unsigned TABLE = Format::TABLE;
     __device__ static bool is_regular(const Weight&) { return true; }
     __device__ static void read_regular(const Weight& w, const float* table, unsigned first, float* out) {
         Format::read(w, table, first, UNIT, out);
-        turn_groups<GROUP>(out);
+        rotate_groups<GROUP>(out);
     }
     __device__ static void read(const Weight& w, const float* table, unsigned first, unsigned, float* out) {
         read_regular(w, table, first, out);

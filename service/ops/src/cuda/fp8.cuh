@@ -18,37 +18,39 @@ struct QuantizeArguments {
     unsigned rows, columns;
 };
 
-// The scale of numbers up to `absmax`.
-__device__ inline float scale_of(float absmax) { return absmax / 448.0f; }
-
-// What numbers are multiplied by for their codes. Denormals have no reciprocal in f32, and are negligible.
+// What numbers are multiplied by for codes of this scale. Denormals have no reciprocal in f32, and are negligible.
 __device__ inline float factor_of(float scale) { return scale < 1.2e-38f ? 0.0f : 1.0f / scale; }
 
-__device__ inline void write_unit_codes(const float numbers[UNIT], float factor, uint8_t* codes) {
-    __nv_fp8x2_storage_t out[UNIT / 2];
-    for (unsigned i = 0; i < UNIT; i += 2) {
-        const float2 pair = make_float2(numbers[i] * factor, numbers[i + 1] * factor);
-        out[i / 2] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+// Codes have a largest number, which the scale is of, and define how a unit is prepared and written.
+struct E4m3Codes {
+    static constexpr float MOST = 448.0f;
+    __device__ static void prepare(float*) {}
+    __device__ static void write(const float numbers[UNIT], float factor, uint8_t* codes) {
+        __nv_fp8x2_storage_t out[UNIT / 2];
+        for (unsigned i = 0; i < UNIT; i += 2) {
+            const float2 pair = make_float2(numbers[i] * factor, numbers[i + 1] * factor);
+            out[i / 2] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+        }
+        store<uint2>(out, codes);
     }
-    store<uint2>(out, codes);
-}
+};
 
 // Codes of the row that a block holds in registers, CHUNKS units a thread, and its scale.
-template <int CHUNKS>
+template <class Codes, int CHUNKS>
 __device__ inline void write_codes(const float numbers[CHUNKS][UNIT], float absmax, unsigned columns, uint8_t* codes,
                                    float* scale_of_row) {
     __shared__ float warps[32];
-    const float scale = scale_of(most_of_block(absmax, warps));
+    const float scale = most_of_block(absmax, warps) / Codes::MOST;
     const float factor = factor_of(scale);
     if (threadIdx.x == 0) *scale_of_row = scale;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         const unsigned at = (c * blockDim.x + threadIdx.x) * UNIT;
-        if (at < columns) write_unit_codes(numbers[c], factor, codes + at);
+        if (at < columns) Codes::write(numbers[c], factor, codes + at);
     }
 }
 
-template <class T, int CHUNKS>
+template <class T, int CHUNKS, class Codes>
 __device__ inline void quantize_rows(const QuantizeArguments& a) {
     const unsigned batch = blockIdx.x / a.rows, row = blockIdx.x % a.rows, columns = a.columns;
     const T* x = static_cast<const T*>(a.x) + batch * a.batch_stride + row * a.row_stride;
@@ -57,9 +59,10 @@ __device__ inline void quantize_rows(const QuantizeArguments& a) {
     float absmax = 0;
     for (int c = 0; c < CHUNKS; c++) {
         read_unit<true>(x, (c * blockDim.x + threadIdx.x) * UNIT, columns, numbers[c]);
+        Codes::prepare(numbers[c]);
         for (unsigned i = 0; i < UNIT; i++) absmax = fmaxf(absmax, fabsf(numbers[c][i]));
     }
-    write_codes<CHUNKS>(numbers, absmax, columns, codes, a.scales + blockIdx.x);
+    write_codes<Codes, CHUNKS>(numbers, absmax, columns, codes, a.scales + blockIdx.x);
 }
 
 // As `quantize_rows`, of the rows of a quantized weight, with REQUANTIZED units a thread. Columns are a multiple of
@@ -100,7 +103,7 @@ __device__ inline void requantize_rows(const RequantizeArguments& a) {
         }
         for (unsigned i = 0; i < UNIT; i++) absmax = fmaxf(absmax, fabsf(numbers[c][i]));
     }
-    write_codes<REQUANTIZED>(numbers, absmax, a.columns, a.codes + begin, a.scales + blockIdx.x);
+    write_codes<E4m3Codes, REQUANTIZED>(numbers, absmax, a.columns, a.codes + begin, a.scales + blockIdx.x);
 }
 
 // In place: act(product * factor * x_scale[row] * w_scale[column] + bias[column]). Block (row, part of the columns).

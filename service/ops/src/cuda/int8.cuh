@@ -1,37 +1,21 @@
-// Prologue and epilogue of products in int8: rows with a scale each, turned as the columns of the weight were; scales and bias
+// Prologue and epilogue of products in int8: rows with a scale each, rotated as the columns of the weight were; scales and bias
 // of sums in i32.
 #pragma once
 #include "fp8.cuh"
 
 namespace moored {
 
-// As `quantize_rows`, to int8, of rows whose groups of columns are turned. Columns are a multiple of GROUP.
-// scale = absmax / 127; code = x / scale, to nearest even.
-template <class T, int CHUNKS, unsigned GROUP>
-__device__ inline void quantize_rows_int8(const QuantizeArguments& a) {
-    __shared__ float warps[32];
-    const unsigned batch = blockIdx.x / a.rows, row = blockIdx.x % a.rows, columns = a.columns;
-    const T* x = static_cast<const T*>(a.x) + batch * a.batch_stride + row * a.row_stride;
-    uint8_t* codes = a.codes + static_cast<size_t>(blockIdx.x) * columns;
-    float numbers[CHUNKS][UNIT];
-    float absmax = 0;
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-        read_unit<true>(x, (c * blockDim.x + threadIdx.x) * UNIT, columns, numbers[c]);
-        turn_groups<GROUP>(numbers[c]);
-        for (unsigned i = 0; i < UNIT; i++) absmax = fmaxf(absmax, fabsf(numbers[c][i]));
-    }
-    const float scale = most_of_block(absmax, warps) / 127.0f;
-    const float factor = factor_of(scale);
-    if (threadIdx.x == 0) a.scales[blockIdx.x] = scale;
-#pragma unroll
-    for (int c = 0; c < CHUNKS; c++) {
-        const unsigned at = (c * blockDim.x + threadIdx.x) * UNIT;
+// Codes in int8 of rows whose groups of columns are rotated, to nearest even. Columns are a multiple of GROUP.
+template <unsigned GROUP>
+struct Int8Codes {
+    static constexpr float MOST = 127.0f;
+    __device__ static void prepare(float* numbers) { rotate_groups<GROUP>(numbers); }
+    __device__ static void write(const float numbers[UNIT], float factor, uint8_t* codes) {
         int8_t out[UNIT];
-        for (unsigned i = 0; i < UNIT; i++) out[i] = static_cast<int8_t>(__float2int_rn(numbers[c][i] * factor));
-        if (at < columns) store<uint2>(out, codes + at);
+        for (unsigned i = 0; i < UNIT; i++) out[i] = static_cast<int8_t>(__float2int_rn(numbers[i] * factor));
+        store<uint2>(out, codes);
     }
-}
+};
 
 // act(sum * x_scale[row] * w_scale[column] + bias[column] + result), rounded once, where the result is added if `adds`. Block
 // (row from `first` on, part of the columns). `w_stride` is 1 for a scale per column, 0 for a single scale; the bias may be null.

@@ -96,7 +96,7 @@ OTHER_FORMATS(DEQUANTIZE)
 #define QUANTIZE_ROWS_OF(dtype, T, CHUNKS)                                                                       \
     extern "C" __global__ void __launch_bounds__(1024)                                                           \
         quantize_rows_##dtype##_##CHUNKS(moored::QuantizeArguments a) {                                          \
-        moored::quantize_rows<T, CHUNKS>(a);                                                                     \
+        moored::quantize_rows<T, CHUNKS, moored::E4m3Codes>(a);                                                  \
     }
 #define QUANTIZE_ROWS(dtype, T)     \
     QUANTIZE_ROWS_OF(dtype, T, 1)   \
@@ -107,21 +107,21 @@ QUANTIZE_ROWS(bf16, __nv_bfloat16)
 #define QUANTIZE_ROWS_INT8_OF(dtype, T, CHUNKS, GROUP)                                                           \
     extern "C" __global__ void __launch_bounds__(1024)                                                           \
         quantize_rows_int8_by_##GROUP##_##dtype##_##CHUNKS(moored::QuantizeArguments a) {                        \
-        moored::quantize_rows_int8<T, CHUNKS, GROUP>(a);                                                         \
+        moored::quantize_rows<T, CHUNKS, moored::Int8Codes<GROUP>>(a);                                           \
     }
 #define QUANTIZE_ROWS_INT8(dtype, T, GROUP)        \
     QUANTIZE_ROWS_INT8_OF(dtype, T, 1, GROUP)      \
     QUANTIZE_ROWS_INT8_OF(dtype, T, 2, GROUP)      \
     QUANTIZE_ROWS_INT8_OF(dtype, T, 4, GROUP)
-#define FINISH_SUMS(dtype, T)                                                                                    \
+#define INT8_PRODUCTS(dtype, T)                                                                                  \
     QUANTIZE_ROWS_INT8(dtype, T, 16)                                                                             \
     QUANTIZE_ROWS_INT8(dtype, T, 64)                                                                             \
     QUANTIZE_ROWS_INT8(dtype, T, 256)                                                                            \
     extern "C" __global__ void __launch_bounds__(256) finish_sums_##dtype(moored::FinishSumsArguments a) {       \
         moored::finish_sums<T>(a);                                                                               \
     }
-FINISH_SUMS(f16, __half)
-FINISH_SUMS(bf16, __nv_bfloat16)
+INT8_PRODUCTS(f16, __half)
+INT8_PRODUCTS(bf16, __nv_bfloat16)
 #define REQUANTIZE_ROWS(format, ...)                                                                             \
     extern "C" __global__ void __launch_bounds__(1024)                                                           \
         requantize_rows_##format(moored::RequantizeArguments a) {                                                \

@@ -3,7 +3,7 @@
 use std::sync::PoisonError;
 
 use candle_core::cuda_backend::WrapErr as _;
-use candle_core::{CudaDevice, DType, Result, Tensor};
+use candle_core::{CudaDevice, DType, Error, Result, Tensor};
 use cudarc::driver::result::memset_d8_async;
 use cudarc::driver::{CudaStream, DeviceRepr};
 use gpu::{
@@ -43,6 +43,9 @@ const MAX_CHUNKS: usize = 4;
 
 /// Units per thread of a block that quantizes a row of a weight (`fp8.cuh`).
 const REQUANTIZED: usize = 2;
+
+/// What to do where cuBLASLt has no algorithm for a product that every card should have one for.
+const REPORT: &str = "report this, with the name of the card and the version of cuBLASLt";
 
 /// Alignment of the parts of the scratch.
 const APART: usize = 256;
@@ -111,7 +114,7 @@ pub(crate) fn multiplies_fp8(device: &CudaDevice, weight: &QuantizedWeight, dtyp
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowCodes {
     Fp8,
-    /// Turned as the columns of the weight were.
+    /// Rotated as the columns of the weight were.
     Int8(Rotation),
 }
 
@@ -122,15 +125,16 @@ impl RowCodes {
             return Ok(Some(RowCodes::Fp8));
         }
         let (rows, columns) = rows_and_columns(&weight.shape);
-        let rotation = crate::turned_for_int8(weight.format).filter(|rotation| {
-            matches!(dtype, DType::BF16 | DType::F16)
-                && rows.is_multiple_of(MULTIPLE)
-                && columns.is_multiple_of(rotation.group())
-                && columns <= (MAX_THREADS * MAX_CHUNKS * UNIT).min(INT8_COLUMNS)
-        });
+        let Some(rotation) = crate::int8_rotation(weight.format) else {
+            return Ok(None);
+        };
+        let fits = matches!(dtype, DType::BF16 | DType::F16)
+            && rows.is_multiple_of(MULTIPLE)
+            && columns.is_multiple_of(rotation.group())
+            && columns <= (MAX_THREADS * MAX_CHUNKS * UNIT).min(INT8_COLUMNS);
         let capability = Card::of(device)?.compute_capability;
         let is_faster = capability >= INT8_SINCE && capability != SLOW_INT8;
-        Ok(rotation.filter(|_| is_faster).map(RowCodes::Int8))
+        Ok((fits && is_faster).then_some(RowCodes::Int8(rotation)))
     }
 }
 
@@ -798,11 +802,7 @@ impl Layer<'_> {
             };
         }
         if !self.try_to(&shape, ProductEpilogue::Nothing, &at)? {
-            candle_core::bail!(
-                "cuBLASLt has no algorithm for {shape:?} on compute capability {:?}: report this, with the name of the card \
-                 and the version of cuBLASLt",
-                self.card.compute_capability
-            );
+            return Err(self.no_algorithm(&shape, REPORT));
         }
         self.finish_apart((0, 0, 0), 1.0)
     }
@@ -864,10 +864,7 @@ impl Layer<'_> {
                 workspace: self.card.workspace(self.device)?,
             };
             if !self.try_to(&shape, ProductEpilogue::Nothing, &at)? {
-                candle_core::bail!(
-                    "cuBLASLt has no algorithm for {shape:?} on compute capability {:?}: set cards.int8_products to \"never\"",
-                    self.card.compute_capability
-                );
+                return Err(self.no_algorithm(&shape, "set cards.int8_products to \"never\""));
             }
             let arguments = FinishSumsArguments {
                 sums,
@@ -973,11 +970,7 @@ impl Layer<'_> {
             ..shape
         };
         if !self.try_to(&shape, ProductEpilogue::Nothing, &at)? {
-            candle_core::bail!(
-                "cuBLASLt has no algorithm for {shape:?} on compute capability {:?}: report this, with the name of the card \
-                 and the version of cuBLASLt",
-                self.card.compute_capability
-            );
+            return Err(self.no_algorithm(&shape, REPORT));
         }
         let (of_weight, stride) = match kind {
             Fp8Scales::None => (0, 0),
@@ -1012,6 +1005,14 @@ impl Layer<'_> {
             numbers,
             finish: ProductEpilogue::Nothing,
         })
+    }
+
+    /// The error for a product that cuBLASLt cannot compute, with what to do about it.
+    fn no_algorithm(&self, shape: &ProductShape, remedy: &str) -> Error {
+        let capability = self.card.compute_capability;
+        Error::Msg(format!(
+            "cuBLASLt has no algorithm for {shape:?} on compute capability {capability:?}: {remedy}"
+        ))
     }
 
     /// Address of the numbers to which the product is added.
@@ -1293,7 +1294,10 @@ pub(crate) fn requantize_rows(
     let own = address_of(&weight.bytes)?;
     let keeps = matches!(weight.format, WeightFormat::Svdquant { .. }) && own == address_of(&bytes)?;
     let (scales, made) = match keeps {
-        true => (own + place(WeightPart::MadeScales), own + place(WeightPart::Made)),
+        true => (
+            own + place(WeightPart::MadeScales),
+            own + place(WeightPart::MadeFlag),
+        ),
         false => (scales, 0),
     };
     let arguments = RequantizeArguments {

@@ -26,7 +26,7 @@ struct SvdquantInt4 {
     __device__ static float scale(const Weight& w, size_t tile, unsigned, const TileRow& of, unsigned) {
         return Bf16::at(w.scales, tile * 128 + of.sixteen * 16 + of.row / 2 * 4 + of.eight * 2 + of.row % 2);
     }
-    // 2^23 + 8 and more are whole: a code is their difference.
+    // 2^23 + 8 + code is exact in f32: less 2^23 + 8 it is the code.
     __device__ static float number(uint32_t word, unsigned i) {
         return __uint_as_float(0x4B000000u | ((word >> (4 * i) & 15) ^ 8)) - 8388616.0f;
     }
@@ -183,7 +183,7 @@ __device__ inline void scale_svdquant(const RequantizeArguments& a) {
         for (unsigned i = 0; i < UNIT; i++) absmax = fmaxf(absmax, fmaxf(fabsf(numbers[0][i]), fabsf(numbers[1][i])));
         absmax = fmaxf(absmax, __shfl_xor_sync(~0u, absmax, 1));
         absmax = fmaxf(absmax, __shfl_xor_sync(~0u, absmax, 2));
-        if (threadIdx.x % 4 == 0) atomicMax(&most[row % TILE_ROWS], __float_as_uint(scale_of(absmax)));
+        if (threadIdx.x % 4 == 0) atomicMax(&most[row % TILE_ROWS], __float_as_uint(absmax / E4m3Codes::MOST));
     });
     __syncthreads();
     unsigned* scales = reinterpret_cast<unsigned*>(a.scales) + blockIdx.y * TILE_ROWS;
@@ -193,14 +193,14 @@ __device__ inline void scale_svdquant(const RequantizeArguments& a) {
 // The codes of rows whose scales are made.
 template <class Codes>
 __device__ inline void requantize_svdquant(const RequantizeArguments& a) {
-    // The kernel that makes scales has ended, and none of it is left to be misled.
+    // Only the kernel that makes scales reads it, which has ended.
     if (a.made && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *a.made = 1;
     const Weight w = {a.bytes, a.bytes + a.scales_at, a.bytes + a.codes_at, a.rows * a.columns, a.columns};
     each_unit<Codes>(w, [&](unsigned row, unsigned column, const float numbers[2][UNIT]) {
         const float factor = factor_of(a.scales[row]);
         uint8_t* at = a.codes + static_cast<size_t>(row) * w.columns + column;
-        write_unit_codes(numbers[0], factor, at);
-        write_unit_codes(numbers[1], factor, at + 32);
+        E4m3Codes::write(numbers[0], factor, at);
+        E4m3Codes::write(numbers[1], factor, at + 32);
     });
 }
 

@@ -381,7 +381,7 @@ fn rounds_rows(weight: &Weight, dtype: DType) -> Result<bool> {
     let is_int8 = !device.is_cpu()
         && dtype != DType::F32
         && weight.dims()[0].is_multiple_of(16)
-        && format_of(weight).is_some_and(|format| turned_for_int8(format).is_some());
+        && format_of(weight).is_some_and(|format| int8_rotation(format).is_some());
     Ok(is_int8 || multiplies_fp8(device, weight, dtype)?)
 }
 
@@ -618,14 +618,14 @@ fn scratch_of_a_product_in_fp8_holds_the_codes_of_both_sides() {
 
 #[test]
 fn scratch_of_a_product_in_int8_holds_the_codes_of_rows_and_some_sums() {
-    let turned = WeightFormat::Int8Scaled(Int8Scales::Rows, Rotation::By256);
+    let rotated = WeightFormat::Int8Scaled(Int8Scales::Rows, Rotation::By256);
     let plain = WeightFormat::Int8Scaled(Int8Scales::Rows, Rotation::None);
     let (rows, columns) = (4096, 256);
     let codes = |tokens: usize| allocated(tokens * columns) + allocated(4 * tokens);
     // Sums of 2,048 rows are 32 MiB.
     for (tokens, at_once) in [(700, 700), (9000, 2048)] {
         assert_eq!(
-            linear_scratch(turned, rows, columns, tokens, DType::BF16),
+            linear_scratch(rotated, rows, columns, tokens, DType::BF16),
             codes(tokens) + allocated(at_once * rows * 4)
         );
     }
@@ -635,10 +635,10 @@ fn scratch_of_a_product_in_int8_holds_the_codes_of_rows_and_some_sums() {
         dequantized
     );
     assert_eq!(
-        linear_scratch(turned, rows, columns, 9000, DType::F32),
+        linear_scratch(rotated, rows, columns, 9000, DType::F32),
         2 * dequantized
     );
-    assert_eq!(Int8Products::Never.takes(turned), None);
+    assert_eq!(Int8Products::Never.takes(rotated), None);
 }
 
 /// Tests of card-only behaviour.
@@ -809,7 +809,7 @@ mod on_a_card {
         Ok(())
     }
 
-    /// Rows in int8 with a scale each, turned and turned back: f32 on the CPU, of their shape.
+    /// Rows in int8 with a scale each, rotated and rotated back: f32 on the CPU, of their shape.
     fn rows_in_int8(x: &Tensor, rotation: Rotation) -> Result<Tensor> {
         let mut out = Vec::new();
         for mut row in x
@@ -831,7 +831,7 @@ mod on_a_card {
     /// With channels that are far larger than others, as activations have them; with and without terms; more rows than there are sums
     /// at a time; rows that are views.
     #[test]
-    fn weights_with_turned_columns_are_multiplied_in_int8() -> Result<()> {
+    fn weights_with_rotated_columns_are_multiplied_in_int8() -> Result<()> {
         let device = test_device();
         if device.is_cpu() {
             return Ok(());

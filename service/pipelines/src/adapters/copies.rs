@@ -41,7 +41,7 @@ impl Kind {
         let (kind, copies) = (Kind::of(format), ops::adapter_copies());
         let shifts = format.is_some_and(|format| format.input_shift() != InputShift::None);
         // Rows are rounded for products in int8, and not for those of a copy.
-        let is_int8 = format.is_some_and(|format| ops::turned_for_int8(format).is_some());
+        let is_int8 = format.is_some_and(|format| ops::int8_rotation(format).is_some());
         let is_asked = match copies {
             AdapterCopies::Never => false,
             AdapterCopies::Exact => kind == Kind::Numbers,

@@ -321,7 +321,7 @@ fn cut(format: WeightFormat, part: WeightPart, columns: usize) -> Cut {
             | WeightPart::NestedTable
             | WeightPart::Offset
             | WeightPart::Padding
-            | WeightPart::Made
+            | WeightPart::MadeFlag
             | WeightPart::ColumnFactors
             | WeightPart::LowRankDown,
         ) => Cut::Shared,

@@ -3,49 +3,18 @@
 use candle_core::Tensor;
 use pipelines::flux::FluxModel;
 use pipelines::{Image, Medium, Model, PassesLeftOut, Request, Unobserved};
-use serde::Deserialize;
 
 use crate::device::tolerances;
 use crate::given::{folder, open};
 use crate::numbers::{distance, json, tensors};
-use crate::open_model::{CountsPasses, OpenModel, on_cpu};
+use crate::open_model::{CountsPasses, OpenModel, StepCacheCase, on_cpu};
 
-/// An entry of `expected/step_cache.json`.
-#[derive(Deserialize)]
-struct Case {
-    name: String,
-    step_cache: f32,
-    steps: u32,
-    seed: u64,
-    width: u32,
-    height: u32,
-    prompt: String,
-    #[serde(default)]
-    negative_prompt: Option<String>,
-    #[serde(default)]
-    true_guidance: f32,
-    passes: u32,
-    computed: u32,
-}
-
-impl Case {
-    fn request(&self) -> Request {
-        let image = Medium::Image(Image::of(self.width, self.height));
-        let request = Request {
-            prompt: self.prompt.clone(),
-            seed: self.seed,
-            step_cache: self.step_cache,
-            ..Request::of(image, self.steps, 3.5, 48)
-        };
-        match &self.negative_prompt {
-            None => request,
-            Some(negative) => Request {
-                negative_prompt: Some(negative.clone()),
-                true_guidance: self.true_guidance,
-                ..request
-            },
-        }
-    }
+fn request_of(case: &StepCacheCase) -> Request {
+    let image = Medium::Image(Image::of(case.width, case.height));
+    case.of(Request {
+        seed: case.seed,
+        ..Request::of(image, case.steps, 3.5, 48)
+    })
 }
 
 fn latent(opened: &OpenModel<FluxModel>, request: &Request) -> (Tensor, Option<PassesLeftOut>) {
@@ -57,28 +26,24 @@ fn latent(opened: &OpenModel<FluxModel>, request: &Request) -> (Tensor, Option<P
 #[test]
 fn the_passes_that_the_reference_leaves_out_are_left_out() {
     let expected = tensors("flux-tiny/expected/step_cache.safetensors");
-    let cases: Vec<Case> = json("flux-tiny/expected/step_cache.json");
+    let cases: Vec<StepCacheCase> = json("flux-tiny/expected/step_cache.json");
     let dev = folder("dev");
     let opened = open(dev.path());
     for case in &cases {
-        let (found, passes) = latent(&opened, &case.request());
+        let (found, passes) = latent(&opened, &request_of(case));
         let apart = distance(&found, &expected[&format!("{}.latent", case.name)]);
         println!("{}: latent {apart:.2e}, {passes:?}", case.name);
-        let all = PassesLeftOut {
-            left_out: case.passes - case.computed,
-            of: case.passes,
-        };
-        assert_eq!(passes, Some(all), "{}", case.name);
+        assert_eq!(passes, Some(case.left_out()), "{}", case.name);
         assert!(apart < tolerances().pipeline, "{}: {apart:e}", case.name);
     }
 }
 
 #[test]
 fn without_the_field_every_pass_is_computed_and_with_it_what_is_left_out_is_told() {
-    let cases: Vec<Case> = json("flux-tiny/expected/step_cache.json");
+    let cases: Vec<StepCacheCase> = json("flux-tiny/expected/step_cache.json");
     let dev = folder("dev");
     let opened = open(dev.path());
-    let cached = cases[0].request();
+    let cached = request_of(&cases[0]);
     let whole = Request {
         step_cache: 0.0,
         ..cached.clone()
@@ -111,13 +76,13 @@ fn without_the_field_every_pass_is_computed_and_with_it_what_is_left_out_is_told
 /// A second request begins without what the first one kept.
 #[test]
 fn nothing_is_kept_between_requests() {
-    let cases: Vec<Case> = json("flux-tiny/expected/step_cache.json");
+    let cases: Vec<StepCacheCase> = json("flux-tiny/expected/step_cache.json");
     let dev = folder("dev");
     let opened = open(dev.path());
-    let request = cases[1].request();
+    let request = request_of(&cases[1]);
     let (first, passes) = latent(&opened, &request);
     opened
-        .latent(&cases[2].request(), &mut Unobserved)
+        .latent(&request_of(&cases[2]), &mut Unobserved)
         .expect("a latent");
     let (second, again) = latent(&opened, &request);
     assert_eq!((distance(&first, &second), again), (0.0, passes));

@@ -238,6 +238,51 @@ impl Observer for CountsPasses {
     }
 }
 
+/// A request with passes that diffusers' first-block cache leaves out: an entry of `expected/step_cache.json`.
+#[derive(serde::Deserialize)]
+pub(crate) struct StepCacheCase {
+    pub(crate) name: String,
+    step_cache: f32,
+    pub(crate) steps: u32,
+    pub(crate) seed: u64,
+    pub(crate) width: u32,
+    pub(crate) height: u32,
+    prompt: String,
+    #[serde(default)]
+    negative_prompt: Option<String>,
+    #[serde(default)]
+    true_guidance: f32,
+    passes: u32,
+    computed: u32,
+}
+
+impl StepCacheCase {
+    /// A request of the case's size and steps, with its prompts and its step cache.
+    pub(crate) fn of(&self, request: Request) -> Request {
+        let request = Request {
+            prompt: self.prompt.clone(),
+            step_cache: self.step_cache,
+            ..request
+        };
+        match &self.negative_prompt {
+            None => request,
+            Some(negative) => Request {
+                negative_prompt: Some(negative.clone()),
+                true_guidance: self.true_guidance,
+                ..request
+            },
+        }
+    }
+
+    /// What the reference left out.
+    pub(crate) fn left_out(&self) -> PassesLeftOut {
+        PassesLeftOut {
+            left_out: self.passes - self.computed,
+            of: self.passes,
+        }
+    }
+}
+
 /// Wants every preview.
 pub(crate) struct WantsPreviews;
 

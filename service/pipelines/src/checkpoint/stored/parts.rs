@@ -146,7 +146,7 @@ impl Checkpoint {
                 | WeightPart::LowRankDown
                 | WeightPart::LowRankUp
                 | WeightPart::MadeScales
-                | WeightPart::Made => Ok(zeros(range.len())),
+                | WeightPart::MadeFlag => Ok(zeros(range.len())),
                 WeightPart::Offset => {
                     let offset = nested_offset.unwrap_or_default() as f32;
                     Ok(SourcePiece::Inline(Arc::from(offset.to_le_bytes())))
@@ -358,7 +358,7 @@ impl Checkpoint {
         let part = |(wanted, range): (WeightPart, std::ops::Range<usize>)| {
             let found = match wanted {
                 WeightPart::Codes => place.piece(),
-                WeightPart::Padding | WeightPart::MadeScales | WeightPart::Made => zeros(range.len()),
+                WeightPart::Padding | WeightPart::MadeScales | WeightPart::MadeFlag => zeros(range.len()),
                 other => part(other, range.len())?,
             };
             if found.length() != range.len() as u64 {
