@@ -444,24 +444,26 @@ def judge_through(
     return results
 
 
-def judge_cached(
-    client: Any, prompts: list[dict[str, Any]], changes: list[float], steps: int
+def judge_beside_full(
+    client: Any, prompts: list[dict[str, Any]], ways: dict[str, dict[str, Any]], steps: int
 ) -> dict[str, Any]:
-    """Paint every prompt with all passes, then with each change of `step_cache`; by change, a summary.
+    """Paint every prompt as the reference does, then in each way; by the way's name, a summary.
 
-    `passes` are those that were computed of all; `psnr` and `ssim` are the means over the pictures beside
-    those with all passes, `psnr` over those that differ.
+    A way is options of requests, such as `step_cache`. `passes` are those that were computed of all; `psnr`
+    and `ssim` are the means over the pictures beside the reference's, `psnr` over those that differ.
     """
     from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
     whole: list[np.ndarray] = []
     results = {}
     scenes = [prompt["scene"] for prompt in prompts]
-    for change in [0.0, *changes]:
+    for name, way in {"full": {}, **ways}.items():
         pictures, computed, passes = [], 0, 0
         for seed, prompt in enumerate(prompts):
-            asked = {"seed": seed, "steps": steps, "step_cache": change, "timeout": 300}
+            asked = {"seed": seed, "steps": steps, "timeout": 300, **way}
             done = client.generate_image(prompt["prompt"], model="moored/demo", **asked)
+            if way and not (done.approximations or "step_cache" in way):
+                raise RuntimeError(f"{name} was asked for, and the service did not do it")
             denoise = next(one for one in done.stages if one.name == "denoise")
             passes += denoise.passes or steps
             computed += (denoise.passes or steps) - denoise.passes_left_out
@@ -471,7 +473,7 @@ def judge_cached(
         pairs = list(zip(whole, pictures, strict=True))
         noise = [peak_signal_noise_ratio(*pair) for pair in pairs if not np.array_equal(*pair)]
         alike = [structural_similarity(*pair, channel_axis=2) for pair in pairs]
-        results[f"{change:g}"] = report(scenes, verdicts)["summary"] | {
+        results[name] = report(scenes, verdicts)["summary"] | {
             "passes": [computed, passes],
             "psnr": round(float(np.mean(noise)), 1) if noise else None,
             "ssim": round(float(np.mean(alike)), 4),
@@ -479,15 +481,15 @@ def judge_cached(
     return results
 
 
-def table_of_cached(results: dict[str, Any]) -> str:
-    """A row of a Markdown table for each change."""
-    columns = ["step_cache", "passes computed", "right", "PSNR", "SSIM"]
+def table_beside_full(results: dict[str, Any]) -> str:
+    """A row of a Markdown table for each way."""
+    columns = ["asked for", "passes computed", "right", "PSNR", "SSIM"]
     lines = [columns, ["---"] * len(columns)]
-    for change, one in results.items():
+    for name, one in results.items():
         computed, passes = one["passes"]
         noise = "" if one["psnr"] is None else f"{one['psnr']:g} dB"
         right = f"{one['right']} of {one['pictures']}"
-        lines.append([change, f"{computed} of {passes}", right, noise, f"{one['ssim']:g}"])
+        lines.append([name, f"{computed} of {passes}", right, noise, f"{one['ssim']:g}"])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -514,9 +516,14 @@ def _through(arguments: argparse.Namespace, prompts: list[dict[str, Any]]) -> No
     )
     with moored.Client(arguments.through) as client:
         client.wait_until_ready(60)
-        if arguments.step_cache:
-            results = judge_cached(client, prompts, arguments.step_cache, arguments.steps)
-            rows = table_of_cached(results)
+        ways: dict[str, dict[str, Any]] = {
+            f"step_cache {change:g}": {"step_cache": change} for change in arguments.step_cache
+        }
+        if arguments.fp8_attention:
+            ways["fp8_attention"] = {"fp8_attention": True}
+        if ways:
+            results = judge_beside_full(client, prompts, ways, arguments.steps)
+            rows = table_beside_full(results)
         else:
             results = judge_through(client, prompts, formats, components)
             rows = table(results)
@@ -543,9 +550,17 @@ def main() -> None:
     parser.add_argument(
         "--step-cache",
         type=lambda text: [float(one) for one in text.split(",") if one],
+        default=[],
         help="with --through: changes below which passes are left out, instead of formats",
     )
-    parser.add_argument("--steps", type=int, default=28, help="with --step-cache")
+    parser.add_argument(
+        "--fp8-attention",
+        action="store_true",
+        help="with --through: pictures with attention in fp8, instead of formats",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=28, help="with --step-cache or --fp8-attention"
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--limit", type=int, help="judge only the first so many pictures")
     parser.add_argument(

@@ -152,6 +152,6 @@ def test_a_plan_says_what_would_lose_less(simulate: Simulate) -> None:
         assert plan.runs_now
         assert [one.label for one in plan.upgrades] == [
             "quantization full",
-            "quantization 8-bit (int8)",
+            "quantization 8-bit (int8-convrot)",
         ]
         assert client.plan("a cat", model="flux-full").upgrades == ()

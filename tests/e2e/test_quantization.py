@@ -60,8 +60,8 @@ def test_a_model_has_one_key_however_it_is_asked_for(
     with simulate().client() as client:
         picture = client.generate_image("a cube", model=model, timeout=DEADLINE_S)
         assert picture.model.key == key
-        held = {"8-bit": "transformer=int8,text_encoder_2=int8"}
-        held["4-bit"] = held["8-bit"].replace("int8", "nf4")
+        held = {"8-bit": "transformer=int8-convrot,text_encoder_2=int8-convrot"}
+        held["4-bit"] = held["8-bit"].replace("int8-convrot", "nf4")
         formats = key.split("+")[1]
         asked = [each for each in held.get(formats, formats).split(",") if "=" in each]
         asked_of = dict(each.split("=") for each in asked)
@@ -167,7 +167,7 @@ def test_a_refusal_names_quantizations_in_order_of_fidelity_before_sizes(
         fallbacks = refused.value.fallbacks
         labels = [fallback.label for fallback in fallbacks]
         assert labels == [
-            "quantization 8-bit (int8)",
+            "quantization 8-bit (int8-convrot)",
             "quantization text_encoder_2=fp8,transformer=fp8",
             "quantization 4-bit (nf4)",
             "quantization text_encoder_2=nf4-double,transformer=nf4-double",
@@ -229,7 +229,7 @@ def test_a_refusal_names_an_alternative_that_fits_on_any_of_several_cards(
         with pytest.raises(moored.NeverFits) as refused:
             client.generate_image("too large", model="flux-full", timeout=DEADLINE_S)
         labels = [fallback.label for fallback in refused.value.fallbacks]
-        assert labels[0] == "quantization 8-bit (int8)"
+        assert labels[0] == "quantization 8-bit (int8-convrot)"
         assert refused.value.capacity_bytes > 13 * GIB
         picture = client.generate_image("a cube", **as_told(labels[0], "flux-full"))
         assert {stage.card for stage in picture.done.stages[1:]} == {"sim:1"}

@@ -393,7 +393,7 @@ def test_a_request_that_exceeds_the_card_is_refused_at_once(simulate: Simulate) 
         assert shortfall.needed_bytes == 40 * GIB + 1536 * MIB
         assert shortfall.capacity_bytes == 24 * GIB - HEADROOM
         labels = [fallback.label for fallback in shortfall.fallbacks]
-        assert labels[0] == "quantization 8-bit (int8)"
+        assert labels[0] == "quantization 8-bit (int8-convrot)"
         assert all(label.startswith("quantization") for label in labels), (
             "no size makes weights smaller"
         )

@@ -55,6 +55,8 @@ HUNYUAN = (
 )
 # Blocks that diffusers compiles by themselves; its class of FramePack names none.
 BLOCKS = ["HunyuanVideoTransformerBlock", "HunyuanVideoSingleTransformerBlock"]
+# Of a step with attention in fp8.
+FP8_ATTENTION = ", attention in fp8"
 # What FramePack's transformer has beside HunyuanVideo's.
 FRAMEPACK_ONLY = ("clean_x_embedder.", "image_projection.")
 
@@ -272,6 +274,15 @@ def steps(binary: Path, work: Path) -> None:
                 what = f"{hunyuan_step(size, frames)}{name}"
                 make = partial(film, service, model, size, frames, latent_only=True)
                 guarded(what, partial(tell_step, what, make, few, many))
+            for name, model in (("", "hunyuan"), (" fp8", "hunyuan+fp8")):
+                what = f"{hunyuan_step(size, frames)}{name}{FP8_ATTENTION}"
+                asked = {"latent_only": True, "fp8_attention": True}
+                make = partial(film, service, model, size, frames, **asked)
+                guarded(what, partial(tell_step, what, make, few, many))
+        for name, model in (("", "framepack"), (" fp8", "framepack+fp8")):
+            what = f"step, FramePack 640x640{name}{FP8_ATTENTION}"
+            make = partial(film, service, model, (640, 640), 37, fp8_attention=True)
+            guarded(what, partial(tell_step, what, make, 1, 4))
         guarded("step cache", partial(left_out, service))
         for size in ((832, 480), (640, 640)):
             what = f"decode of 5 latents, {size[0]}x{size[1]}"

@@ -19,20 +19,36 @@ WAN_5B = "step, Wan 5B 1280x704, 121 frames"
 WAN_14B = "step, Wan 14B 832x480, 81 frames"
 WAN_DECODE = "decode of 121 frames, Wan 5B 1280x704"
 OVI = "Ovi 720x720, 5 s"
+FP8_ATTENTION = ", attention in fp8"
 # 120 frames of 960x960 more, MiB.
 DELIVERED = 316.0
+
+
+def in_fp8(step: str) -> tuple[Wanted, Wanted]:
+    """A step with attention in fp8, with weights in full precision and in fp8."""
+    return (
+        Wanted(f"{step}{FP8_ATTENTION}", 0.65, beside=step),
+        Wanted(f"{step} fp8{FP8_ATTENTION}", 0.55, beside=step),
+    )
+
+
 ROWS = (
     Wanted(STEP, 0.86),
     Wanted(f"{STEP} fp8", 0.62, beside=STEP),
+    Wanted(f"{STEP}{FP8_ATTENTION}", beside=STEP),
+    Wanted(f"{STEP} fp8{FP8_ATTENTION}", 0.62, beside=STEP),
     Wanted(f"{STEP} int8", beside=STEP),
     Wanted(f"{STEP} nf4", beside=STEP),
     Wanted(f"{SAMPLED}, 49 frames", 0.70),
     Wanted(f"{SAMPLED}, 49 frames fp8", 0.55, beside=f"{SAMPLED}, 49 frames"),
+    *in_fp8(f"{SAMPLED}, 49 frames"),
     Wanted(f"{SAMPLED}, 49 frames, left out", beside=f"{SAMPLED}, 49 frames"),
     Wanted(f"{SAMPLED}, 129 frames", 0.65),
     Wanted(f"{SAMPLED}, 129 frames fp8", 0.55, beside=f"{SAMPLED}, 129 frames"),
+    *in_fp8(f"{SAMPLED}, 129 frames"),
     Wanted(LARGE, 0.65),
     Wanted(f"{LARGE} fp8", 0.55, beside=LARGE),
+    *in_fp8(LARGE),
     Wanted("decode of 5 latents, 832x480", 0.45),
     Wanted("decode of 5 latents, 832x480: scratch", target=5.0),
     Wanted("decode of 5 latents, 640x640", 0.45),

@@ -19,12 +19,15 @@ from full_size import begin, bytes_of, command_line, guarded, run_parts, settled
 from sound import LYRICS, MODEL, Service, track
 
 SECONDS = 10.0
+MINUTE = 60.0
 TWO_MINUTES = 120.0
 PROMPT = "a slow waltz for piano and strings"
 
 
-def play(live: moored.AudioSession, seed: int, **more: Any) -> moored.Segment:
-    return live.play(PROMPT, lyrics=LYRICS, seconds=SECONDS, seed=seed, **more)
+def play(
+    live: moored.AudioSession, seed: int, seconds: float = SECONDS, **more: Any
+) -> moored.Segment:
+    return live.play(PROMPT, lyrics=LYRICS, seconds=seconds, seed=seed, **more)
 
 
 def first_sound(service: Service) -> None:
@@ -41,20 +44,45 @@ def first_sound(service: Service) -> None:
     tell("session: first sound after open", sorted(times)[3], "ms", who="moored", **more)
 
 
-def at_once(service: Service) -> None:
+def at_once(service: Service, seconds: float = SECONDS, what: str = "another version") -> None:
     """From a new prompt until it sounds at the head of what is sent."""
     times = []
     with service.client.audio_session(MODEL, lead_s=0.3) as live:
-        play(live, 1).wait(60)
+        play(live, 1, seconds=seconds).wait(60)
         chunks = iter(live)
         next(chunks)
         for seed in range(2, 9):
             began = time.perf_counter()
-            segment = play(live, seed, at="now")
+            segment = play(live, seed, seconds=seconds, at="now")
             while next(chunks).segment != segment.number:
                 pass
             times.append((time.perf_counter() - began) * 1e3)
-    tell("session: another version sounds after", sorted(times)[3], "ms", who="moored")
+    tell(f"session: {what} sounds after", sorted(times)[3], "ms", who="moored")
+
+
+def window(service: Service) -> None:
+    """Four tracks of a minute in one pass: what a step of all four takes."""
+    of_steps: list[float] = []
+
+    def make(seed: int) -> None:
+        for number in range(5):
+            asked: dict[str, Any] = {"seconds": MINUTE, "steps": 8, "slots": 4, "output": "raw"}
+            done = service.client.generate_audio(
+                PROMPT, model=MODEL, lyrics=LYRICS, seed=10 * seed + number, **asked
+            )
+            rounds = [one for one in done.stages if one.name.startswith("denoise")]
+            if 0 < number < 4:  # while the others are under way
+                of_steps.append(sum(one.run_ms for one in rounds) / 8)
+
+    threads = [threading.Thread(target=make, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    more = {"least_ms": round(min(of_steps), 1), "most_ms": round(max(of_steps), 1)}
+    what = "step of four tracks of 60 s in one pass"
+    tell(what, sorted(of_steps)[len(of_steps) // 2], "ms", who="moored", **more)
+    at_once(service, MINUTE, "another version of 60 s")
 
 
 def segments(service: Service, slots: int) -> None:
@@ -145,6 +173,7 @@ def sessions(binary: Path, work: Path) -> None:
             ("first sound", first_sound),
             ("at once", at_once),
             *((f"slots {slots}", partial(segments, slots=slots)) for slots in (1, 2, 4, 8)),
+            ("window", window),
             ("two minutes", two_minutes),
             ("left", left),
         ):

@@ -33,6 +33,8 @@ ROWS = (
     ),
     Wanted("session: first sound after open", target=300.0),
     Wanted("session: another version sounds after"),
+    Wanted("step of four tracks of 60 s in one pass", target=15.0),
+    Wanted("session: another version of 60 s sounds after", target=120.0),
     *(
         Wanted(f"session: segments of 10 s a second, {slots} slots", better="higher")
         for slots in (1, 2, 4, 8)

@@ -225,7 +225,7 @@ class LatentKept(BaseEvent):
 @dataclass(frozen=True, slots=True)
 class Done(BaseEvent):
     """The job is finished. Picture i used `seed` + i. `approximations`: what memory forced, or
-    `step_cache` asked for.
+    `step_cache` or `fp8_attention` asked for.
 
     `freed` and `kept` are what left and what stayed of a model that a load replaced.
     """

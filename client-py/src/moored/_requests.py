@@ -129,8 +129,8 @@ class ModelRef:
     quantization: str = ""
     """Preset for what `formats` leaves open: `full` (default), `8-bit` or `4-bit`; or `auto`.
 
-    `full` is as it is stored, `8-bit` is int8, `4-bit` is nf4: of the model's large components, the
-    transformer and its large text encoder.
+    `full` is as it is stored, `8-bit` is int8-convrot, `4-bit` is nf4: of the model's large
+    components, the transformer and its large text encoder.
 
     With `auto`, and without `formats`, the service takes the first of these that fits a card beside
     what is pinned, reserved or held by other programs, and stays with it while the model is in use.

@@ -254,7 +254,7 @@ def _shortage(error: moored.MemoryShortage) -> list[str]:
 
 _MODE_OF_PRESET = {preset: mode for mode, (preset, _) in QUANTIZATION_MODES.items() if preset}
 # The mode of these nodes for what a service calls a format, where all that is quantized has that one.
-_MODE_OF_FORMAT = {"fp8": "fp8", "int8": "int8", "nf4": "int4"}
+_MODE_OF_FORMAT = {"fp8": "fp8", "int8-convrot": "int8", "nf4": "int4"}
 
 
 def _in_node_words(fallback: moored.Fallback) -> str:

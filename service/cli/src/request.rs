@@ -65,13 +65,17 @@ fn check_options(options: &Settings, medium: MediumChoice) -> Result<(), CliErro
         ("--control", !options.control.is_empty()),
     ];
     let of_pictures = [("--reference", !options.reference.is_empty())];
+    let sampled = [("--fp8-attention", options.sampling.fp8_attention)];
     let (others, what) = match medium {
         MediumChoice::Image => ([&of_film[..], &of_time[..], &of_track[..]].concat(), "a picture"),
         MediumChoice::Video => (
             [&of_track[..], &of_picture[..], &of_pictures[..]].concat(),
             "a film",
         ),
-        MediumChoice::Audio => ([&of_film[..], &seen[..], &of_picture[..]].concat(), "a track"),
+        MediumChoice::Audio => (
+            [&of_film[..], &seen[..], &of_picture[..], &sampled[..]].concat(),
+            "a track",
+        ),
     };
     match others.iter().find(|(_, given)| *given) {
         Some((option, _)) => Err(CliError::Usage(format!(
@@ -190,6 +194,7 @@ fn picture_of(
         output: v1::OutputFormat::Png.into(),
         omit_metadata,
         sampler: sampler_out(common.sampling.sampler).into(),
+        fp8_attention: common.sampling.fp8_attention,
         options: Some(common.job),
         ..api::sampling_out!(v1::GenerateImageRequest, common.sampling)
     }))
@@ -230,6 +235,7 @@ fn film_of(
         count: options.sampling.count,
         init_image: pictures.init_image,
         end_image: pictures.end,
+        fp8_attention: common.sampling.fp8_attention,
         omit_metadata,
         output: asked.film.into(),
         options: Some(common.job),

@@ -17,7 +17,7 @@ pub type Fallback = residency::Fallback<Change>;
 /// The difference between a request that would fit and the original one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Change {
-    /// For people: `quantization 8-bit (int8)`, `512x512`, `components transformer, vae`.
+    /// For people: `quantization 8-bit (int8-convrot)`, `512x512`, `components transformer, vae`.
     pub label: String,
     pub to: ChangedTo,
 }

@@ -333,6 +333,8 @@ pub struct Completed {
     pub approximate: bool,
     /// Passes that the stage left out; `None`: it was not asked to.
     pub passes_left_out: Option<PassesLeftOut>,
+    /// Whether attention was computed in fp8.
+    pub attention_in_fp8: bool,
     /// Components that did not have to be loaded.
     pub resident_already: Vec<String>,
     /// Milliseconds of moves.

@@ -68,7 +68,7 @@ pub use load::{
     ByteRange, LoadError, LoadPlan, LoadProgress, SourcePiece, Stored, Synthetic, Target, TensorSource,
 };
 pub use profile::{MemoryProfile, ProfileError, ProfileName};
-pub use quantize::{QuantizeError, nested_table, nf4_table, quantize};
+pub use quantize::{E4M3_MAX, QuantizeError, f32_to_e4m3, nested_table, nf4_table, quantize};
 pub use simulated::{
     FailLoad, LoadFailure, ManualClock, OutOfMemory, RealClock, ScratchGuard, SettingsError,
     SimulatedAccounts, SimulatedCard, SimulatedClock, SimulatedSettings, SimulatedWorld, simulated_scratch,

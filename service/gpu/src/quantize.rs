@@ -36,7 +36,7 @@ static NESTED_TABLE: [f32; 256] = make_nested_table();
 static NESTED_MIDPOINTS: [f32; 255] = midpoints(&NESTED_TABLE);
 
 /// The largest value of e4m3.
-const E4M3_MAX: f32 = 448.0;
+pub const E4M3_MAX: f32 = 448.0;
 
 /// Partial sums of the mean of absolute maxima: the thread count of the kernel that computes the same sum on a card.
 const MEAN_LANES: usize = 256;
@@ -409,14 +409,15 @@ fn fp8_row(row: &[f32], codes: &mut [u8]) -> Result<f32, NotFinite> {
         return Ok(scale);
     }
     for (code, x) in codes.iter_mut().zip(row) {
-        *code = e4m3(x / scale);
+        *code = f32_to_e4m3(x / scale);
     }
     Ok(scale)
 }
 
-/// Rounds to e4m3, ties to even, saturating. The sign of zero is kept.
+/// Rounds to e4m3, ties to even, saturating. The sign of zero is kept; what is no number becomes the largest.
 #[inline(always)]
-fn e4m3(x: f32) -> u8 {
+#[must_use]
+pub fn f32_to_e4m3(x: f32) -> u8 {
     // The smallest normal number, 2^-6; and the number whose last place is the smallest denormal step, 2^-9.
     const NORMAL: u32 = 0x3c80_0000;
     const ROUND: f32 = 16384.0;

@@ -188,7 +188,7 @@ fn sampler_in(sampler: i32) -> Option<Sampler> {
 
 /// A request for pictures.
 pub(crate) fn image_in(request: v1::GenerateImageRequest) -> Asked {
-    let sampler = sampler_in(request.sampler);
+    let (sampler, fp8_attention) = (sampler_in(request.sampler), request.fp8_attention);
     let encoding = match v1::OutputFormat::try_from(request.output).unwrap_or_default() {
         v1::OutputFormat::RawRgb => Encoding::Raw,
         v1::OutputFormat::Png | v1::OutputFormat::Unspecified => Encoding::Png,
@@ -207,12 +207,14 @@ pub(crate) fn image_in(request: v1::GenerateImageRequest) -> Asked {
         of_medium: OfMedium::Image,
     };
     asked.sampling.sampler = sampler;
+    asked.sampling.fp8_attention = fp8_attention;
     asked
 }
 
 /// A request for films.
 pub(crate) fn film_in(request: v1::GenerateVideoRequest) -> Asked {
-    asked! {
+    let fp8_attention = request.fp8_attention;
+    let mut asked = asked! {
         request,
         call: Call::GenerateVideo,
         width: request.width,
@@ -227,7 +229,9 @@ pub(crate) fn film_in(request: v1::GenerateVideoRequest) -> Asked {
             frames_at_a_time: request.frames_at_a_time,
             end_image: request.end_image.map(picture_in),
         },
-    }
+    };
+    asked.sampling.fp8_attention = fp8_attention;
+    asked
 }
 
 /// A request for tracks.

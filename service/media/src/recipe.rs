@@ -34,6 +34,9 @@ pub struct Recipe {
     /// Where the request left passes out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub step_cache: Option<f32>,
+    /// Where attention was asked for in fp8.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fp8_attention: Option<bool>,
     pub max_sequence_length: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub strength: Option<f32>,
@@ -127,6 +130,7 @@ impl Recipe {
             true_guidance,
             sampler,
             step_cache,
+            fp8_attention,
             seed,
             max_sequence_length,
             strength,
@@ -149,6 +153,7 @@ impl Recipe {
             true_guidance: request.negative().map(|_| *true_guidance),
             sampler: *sampler,
             step_cache: Some(*step_cache).filter(|change| *change > 0.0),
+            fp8_attention: fp8_attention.then_some(true),
             max_sequence_length: *max_sequence_length,
             model: with.model.to_owned(),
             model_key: with.model_key.to_owned(),
@@ -176,6 +181,7 @@ impl Recipe {
             true_guidance: self.true_guidance,
             sampler: self.sampler,
             step_cache: self.step_cache,
+            fp8_attention: self.fp8_attention,
             seed: is_read.then_some(self.seed),
             max_sequence_length: number(self.max_sequence_length),
             strength: self.strength,

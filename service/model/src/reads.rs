@@ -12,6 +12,7 @@ pub enum Field {
     /// A sampler other than the checkpoint's.
     Sampler,
     StepCache,
+    Fp8Attention,
     Adapters,
     /// A picture to start from.
     InitImage,
@@ -45,6 +46,7 @@ impl Field {
             Field::TrueGuidance => "true_guidance",
             Field::Sampler => "sampler",
             Field::StepCache => "step_cache",
+            Field::Fp8Attention => "fp8_attention",
             Field::Adapters => "adapters",
             Field::InitImage => "init_image",
             Field::EndImage => "end_image",
@@ -123,6 +125,7 @@ fn asked(request: &Request) -> Vec<Field> {
         true_guidance,
         sampler,
         step_cache,
+        fp8_attention,
         from_values,
         adapters,
         medium,
@@ -141,6 +144,7 @@ fn asked(request: &Request) -> Vec<Field> {
         (Field::TrueGuidance, *true_guidance != 1.0),
         (Field::Sampler, sampler.is_some()),
         (Field::StepCache, *step_cache != 0.0),
+        (Field::Fp8Attention, *fp8_attention),
         (Field::Adapters, !adapters.is_empty()),
         (Field::InitLatent, *from_values),
     ];
@@ -234,6 +238,7 @@ mod tests {
             true_guidance: 0.0,
             sampler: Some(Sampler::Euler),
             step_cache: 0.1,
+            fp8_attention: true,
             from_values: true,
             adapters: vec![AdapterUse {
                 name: "style".to_owned(),

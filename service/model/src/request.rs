@@ -68,6 +68,9 @@ pub struct Request {
     /// that was computed, up to which a pass is estimated from that one. 0: every pass is computed.
     #[serde(default)]
     pub step_cache: f32,
+    /// Whether attention is computed in e4m3, where the card has it.
+    #[serde(default)]
+    pub fp8_attention: bool,
     /// Seed of the starting noise.
     pub seed: u64,
     /// Maximum prompt length in tokens; a family may pad to this length.
@@ -325,6 +328,7 @@ impl Request {
             true_guidance: 1.0,
             sampler: None,
             step_cache: 0.0,
+            fp8_attention: false,
             seed: 0,
             max_sequence_length,
             strength: match medium {

@@ -1,8 +1,11 @@
 //! Attention: `softmax(q kᵀ scale + mask) v`, over tensors as projections produce them.
 
 mod cpu;
+mod fp8;
 
 use candle_core::{Result, Tensor};
+
+pub use fp8::attention_in_fp8;
 
 use crate::planned::{AttentionShape, Planned, log_shape};
 
@@ -34,6 +37,18 @@ pub enum Mask<'a> {
 /// # Errors
 /// When shapes do not match; errors of the device.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out: &Tensor) -> Result<()> {
+    check_shapes(q, k, v, out)?;
+    log_shape(|| AttentionShape::of(q, k, v, mask, out).map(Planned::Attention));
+    #[cfg(feature = "cuda")]
+    if q.device().is_cuda() {
+        return crate::cuda::attention(q, k, v, scale, mask, out);
+    }
+    cpu::attention(q, k, v, scale, mask, out)?;
+    crate::libraries::count_attention_on_cpu();
+    Ok(())
+}
+
+fn check_shapes(q: &Tensor, k: &Tensor, v: &Tensor, out: &Tensor) -> Result<()> {
     let (batch, _, heads, width) = q.dims4()?;
     let (key_batch, _, key_heads, key_width) = k.dims4()?;
     let fits = out.dims() == q.dims()
@@ -50,12 +65,5 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>,
             out.dims()
         );
     }
-    log_shape(|| AttentionShape::of(q, k, v, mask, out).map(Planned::Attention));
-    #[cfg(feature = "cuda")]
-    if q.device().is_cuda() {
-        return crate::cuda::attention(q, k, v, scale, mask, out);
-    }
-    cpu::attention(q, k, v, scale, mask, out)?;
-    crate::libraries::count_attention_on_cpu();
     Ok(())
 }

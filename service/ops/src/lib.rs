@@ -50,7 +50,7 @@ pub use adapter_copies::{AdapterCopies, adapter_copies, set_adapter_copies};
 pub use allocated::allocated;
 pub use antialias::{ANTIALIAS_TAPS, antialiased_snake};
 pub use apply_norm::{ChannelNorm, Enlarge, MapReading, Pad, add_rows, add_scaled, apply_norm};
-pub use attention::{Mask, attention};
+pub use attention::{Mask, attention, attention_in_fp8};
 pub use attention_workspace::attention_workspace;
 pub use blocks::{add_repeated, average_blocks, patched, unpatched};
 pub use change::relative_change;

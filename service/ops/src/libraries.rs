@@ -11,6 +11,8 @@ use crate::planned::Planned;
 static BY_CUDNN: AtomicU64 = AtomicU64::new(0);
 static BY_OWN_KERNELS: AtomicU64 = AtomicU64::new(0);
 static ON_CPU: AtomicU64 = AtomicU64::new(0);
+/// Those of them that were in e4m3.
+static IN_FP8: AtomicU64 = AtomicU64::new(0);
 
 /// Name of the path in reports, the alternative to `cudnn` with its version.
 const OWN_KERNELS: &str = "own kernels";
@@ -165,6 +167,8 @@ pub struct AttentionPaths {
     /// On CUDA devices, by our own kernels.
     pub own: u64,
     pub cpu: u64,
+    /// Those of them in e4m3 ([`crate::attention_in_fp8`]).
+    pub in_fp8: u64,
 }
 
 impl AttentionPaths {
@@ -175,11 +179,12 @@ impl AttentionPaths {
             cudnn: BY_CUDNN.load(Ordering::Relaxed),
             own: BY_OWN_KERNELS.load(Ordering::Relaxed),
             cpu: ON_CPU.load(Ordering::Relaxed),
+            in_fp8: IN_FP8.load(Ordering::Relaxed),
         }
     }
 
-    /// Paths used since `before`, for a report: `cudnn 9.19.0`, `own kernels`, `cpu loops`, separated by commas, or
-    /// empty.
+    /// Paths used since `before`, for a report: `cudnn 9.19.0`, `own kernels`, `cpu loops`, and `in fp8` if some of it was,
+    /// separated by commas, or empty.
     #[must_use]
     pub fn since(before: AttentionPaths) -> String {
         AttentionPaths::now().beyond(before, || libraries().cudnn.unwrap_or_default())
@@ -189,7 +194,8 @@ impl AttentionPaths {
         let cudnn = (self.cudnn > before.cudnn).then(|| format!("cudnn {}", version()));
         let own = (self.own > before.own).then(|| OWN_KERNELS.to_owned());
         let cpu = (self.cpu > before.cpu).then(|| CPU_LOOPS.to_owned());
-        let paths: Vec<String> = [cudnn, own, cpu].into_iter().flatten().collect();
+        let in_fp8 = (self.in_fp8 > before.in_fp8).then(|| "in fp8".to_owned());
+        let paths: Vec<String> = [cudnn, own, cpu, in_fp8].into_iter().flatten().collect();
         paths.join(", ")
     }
 }
@@ -199,6 +205,11 @@ impl AttentionPaths {
 pub(crate) fn count_attention(by_cudnn: bool) {
     let path = if by_cudnn { &BY_CUDNN } else { &BY_OWN_KERNELS };
     path.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Counts an attention call in e4m3, beside its path.
+pub(crate) fn count_attention_in_fp8() {
+    IN_FP8.fetch_add(1, Ordering::Relaxed);
 }
 
 /// Counts an attention call on the CPU.
@@ -212,7 +223,12 @@ mod tests {
 
     #[test]
     fn a_report_names_the_attention_paths_that_were_used() {
-        let paths = |cudnn, own, cpu| AttentionPaths { cudnn, own, cpu };
+        let paths = |cudnn, own, cpu| AttentionPaths {
+            cudnn,
+            own,
+            cpu,
+            in_fp8: 0,
+        };
         let before = paths(7, 5, 3);
         let report = |now: AttentionPaths| now.beyond(before, || "9.19.0".to_owned());
         assert_eq!(report(before), "");
@@ -220,6 +236,11 @@ mod tests {
         assert_eq!(report(paths(7, 9, 3)), "own kernels");
         assert_eq!(report(paths(8, 6, 3)), "cudnn 9.19.0, own kernels");
         assert_eq!(report(paths(7, 5, 4)), "cpu loops");
+        let in_fp8 = AttentionPaths {
+            in_fp8: 1,
+            ..paths(8, 5, 3)
+        };
+        assert_eq!(report(in_fp8), "cudnn 9.19.0, in fp8");
     }
 
     #[test]

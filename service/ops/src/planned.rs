@@ -94,6 +94,10 @@ impl MaskShape {
     }
 }
 
+/// Widths of heads for which there is attention in e4m3: multiples of 16 up to 128.
+const FP8_WIDTH: usize = 128;
+const FP8_WIDTHS_OF: usize = 16;
+
 /// Key of a plan for attention. Strides are in elements, `[batch item, token, head]`; the elements of a head are
 /// contiguous.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -119,6 +123,8 @@ pub struct AttentionShape {
     pub mask: MaskShape,
     /// Whether the logarithms of the sums of rows are written too, f32 `[batch, heads, queries]`.
     pub log_sums: bool,
+    /// Whether the operands are e4m3 codes ([`crate::attention_in_fp8`]), which lie in the rows of the tensors of `dtype`.
+    pub in_fp8: bool,
 }
 
 impl AttentionShape {
@@ -146,7 +152,23 @@ impl AttentionShape {
             out: strides(row_out),
             mask,
             log_sums: false,
+            in_fp8: false,
         }
+    }
+
+    /// The same attention in e4m3, where that is possible: over all keys, with heads side by side whose width is a multiple of 16 up
+    /// to 128. Otherwise as it is.
+    #[must_use]
+    pub fn in_fp8_if_possible(self) -> AttentionShape {
+        let has_heads_side_by_side = [self.q, self.k, self.v, self.out]
+            .iter()
+            .all(|[_, _, head]| *head == self.width);
+        let in_fp8 = self.mask == MaskShape::None
+            && !self.log_sums
+            && self.width <= FP8_WIDTH
+            && self.width.is_multiple_of(FP8_WIDTHS_OF)
+            && has_heads_side_by_side;
+        AttentionShape { in_fp8, ..self }
     }
 
     /// The shape of operands with validated shapes; `None` if there is no plan for it.
@@ -182,6 +204,7 @@ impl AttentionShape {
             out: strides(out)?,
             mask: MaskShape::of(mask, dtype)?,
             log_sums: false,
+            in_fp8: false,
         })
     }
 }

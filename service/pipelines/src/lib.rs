@@ -3,6 +3,7 @@
 
 pub mod ace_step;
 mod adapters;
+mod attention;
 pub mod autoencoders;
 mod checkpoint;
 mod defaults;

@@ -81,6 +81,9 @@ pub(crate) struct ImageRequest {
     /// Leaves out passes that change less than this, such as 0.08; models that take none refuse it.
     #[serde(deserialize_with = "lenient")]
     pub(crate) step_cache: Option<f32>,
+    /// Attention in fp8, on cards that have it: faster, and not quite the same result; models that take none refuse it.
+    #[serde(deserialize_with = "lenient")]
+    pub(crate) fp8_attention: Option<bool>,
     #[serde(deserialize_with = "lenient")]
     pub(crate) seed: Option<u64>,
     /// Of edits: how strongly to change the picture, over 0 up to 1.
@@ -159,6 +162,7 @@ impl ImageRequest {
                 true_guidance: self.true_guidance,
                 sampler: self.sampler,
                 step_cache: self.step_cache,
+                fp8_attention: self.fp8_attention,
                 seed: self.seed,
                 max_sequence_length: None,
                 strength: self.strength,

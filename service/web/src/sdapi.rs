@@ -186,6 +186,7 @@ impl SdRequest {
                 // Models that are sampled in one way alone take no sampler, which clients always send.
                 sampler: self.sampler().filter(|_| takes_sampler),
                 step_cache: None,
+                fp8_attention: None,
                 seed: self.seed.and_then(|seed| u64::try_from(seed).ok()),
                 max_sequence_length: None,
                 strength: None,

@@ -261,7 +261,7 @@ class Fallback(google.protobuf.message.Message):
     UNPINNED_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     label: builtins.str
-    """For people: `quantization 8-bit (int8)`, `quantization transformer=nf4-double`, `512x512`, `components transformer, vae`,
+    """For people: `quantization 8-bit (int8-convrot)`, `quantization transformer=nf4-double`, `512x512`, `components transformer, vae`,
     `unpin owner/name+full`, `3.5 GiB`.
     """
     peak_bytes: builtins.int

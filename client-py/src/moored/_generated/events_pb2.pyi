@@ -713,7 +713,7 @@ class Done(google.protobuf.message.Message):
 
     @property
     def approximations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Every approximation that memory forced, that `step_cache` asked for, or that a decoded latent has, in words; empty: the result is the reference's."""
+        """Every approximation that memory forced, that `step_cache` or `fp8_attention` asked for, or that a decoded latent has, in words; empty: the result is the reference's."""
 
     @property
     def model(self) -> model_pb2.ResolvedModel:

@@ -77,7 +77,7 @@ class Quantization(google.protobuf.message.Message):
     PRESET_FIELD_NUMBER: builtins.int
     COMPONENTS_FIELD_NUMBER: builtins.int
     preset: builtins.str
-    """`full` (default): as it is stored. `8-bit` is int8 and `4-bit` is nf4, for the model's large components: the
+    """`full` (default): as it is stored. `8-bit` is int8-convrot and `4-bit` is nf4, for the model's large components: the
     transformer and its large text encoder. `auto`: the service takes the first of `full`, `8-bit`, `4-bit` that fits a card
     beside what is pinned, reserved or held by other programs, and stays with it while the model is in use.
     """

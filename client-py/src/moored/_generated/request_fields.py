@@ -85,6 +85,11 @@ class ImageFields(TypedDict, total=False):
         int | None,
         'Pixels down; a multiple of 16, at most 4096.',
     ]
+    fp8_attention: Annotated[
+        bool | None,
+        'Attention in fp8: faster on cards with fp8 attention (Hopper and newer), and not '
+        'quite the same result. Default: in full.',
+    ]
 
 
 class VideoFields(TypedDict, total=False):
@@ -114,6 +119,11 @@ class VideoFields(TypedDict, total=False):
         int | None,
         'Most frames that are brought from the card and sent at a time, such as 16, 4 or 1: '
         'it changes no pixel. Default: as they are decoded.',
+    ]
+    fp8_attention: Annotated[
+        bool | None,
+        'Attention in fp8: faster on cards with fp8 attention (Hopper and newer), and not '
+        'quite the same result. Default: in full.',
     ]
 
 

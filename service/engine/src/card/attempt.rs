@@ -121,6 +121,7 @@ impl Card {
             chunking: String::new(),
             approximate: false,
             passes_left_out: None,
+            attention_in_fp8: false,
             resident_already,
             move_ms,
             run_ms: 0,

@@ -156,6 +156,7 @@ impl Card {
         let paths = AttentionPaths::now();
         let result = self.compute(run, rung, &on_host, report, link);
         report.attention = AttentionPaths::since(paths);
+        report.attention_in_fp8 = AttentionPaths::now().in_fp8 > paths.in_fp8;
         timeline.part("compute");
         let peak = self.gpu.stage_peak();
         self.ledger

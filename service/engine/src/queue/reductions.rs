@@ -1,7 +1,7 @@
 //! The same model in smaller formats: the alternatives that a refusal offers before smaller pictures. Models have to be opened for
 //! that, so it is done only when a refusal is near, and outside the core; the refusal waits for the result.
 
-use gpu::{CardDescription, Rotation, WeightFormat};
+use gpu::{CardDescription, WeightFormat};
 use model::{Preset, Quantization};
 use residency::Bytes;
 
@@ -71,10 +71,10 @@ pub(super) fn open_reductions(
         return Vec::new();
     };
     let mut reductions: Vec<Reduction> = Vec::new();
-    // Rotated int8 has the bytes of int8, which is offered.
+    // Plain int8 has the bytes of rotated int8, which is offered.
     let offered = WeightFormat::MADE_AT_LOAD
         .into_iter()
-        .filter(|format| format.rotation() == Rotation::None);
+        .filter(|format| *format != WeightFormat::Int8);
     for format in offered {
         let quantization = open.model.reduced(&entry.quantization, format);
         if quantization == entry.quantization
@@ -126,7 +126,7 @@ fn bytes_of(open: Option<&OpenModel>) -> Bytes {
     components.iter().map(|c| c.bytes).sum()
 }
 
-/// `quantization 8-bit (int8)`, or by component where no preset equals it.
+/// `quantization 8-bit (int8-convrot)`, or by component where no preset equals it.
 fn label_of(quantization: &Quantization) -> String {
     if *quantization == Quantization::NONE {
         return "quantization full".to_owned();

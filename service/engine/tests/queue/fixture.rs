@@ -337,7 +337,7 @@ pub fn decode(latent: &str) -> JobWork {
 
 /// The quantization fallbacks of a refused full-precision model that would all fit, in the refusal's words.
 pub const REDUCTIONS: [&str; 4] = [
-    "quantization 8-bit (int8)",
+    "quantization 8-bit (int8-convrot)",
     "quantization text_encoder_2=fp8,transformer=fp8",
     "quantization 4-bit (nf4)",
     "quantization text_encoder_2=nf4-double,transformer=nf4-double",

@@ -57,7 +57,10 @@ async fn a_refusal_lists_fitting_quantizations_most_accurate_first() {
     // It is loaded as requested.
     let eight_bits = with_formats(
         load("large", "me", &[]),
-        &[("text_encoder_2", "int8"), ("transformer", "int8")],
+        &[
+            ("text_encoder_2", "int8-convrot"),
+            ("transformer", "int8-convrot"),
+        ],
     );
     loaded(&queue, &mut worker, eight_bits.clone()).await;
     // It is resident now, so that a smaller one may have to replace it.
@@ -135,7 +138,10 @@ async fn a_refusal_lists_alternatives_that_fit_on_any_of_several_cards() {
     );
     let eight_bits = with_formats(
         load("large", "me", &[]),
-        &[("text_encoder_2", "int8"), ("transformer", "int8")],
+        &[
+            ("text_encoder_2", "int8-convrot"),
+            ("transformer", "int8-convrot"),
+        ],
     );
     loaded(&queue, &mut workers[1], eight_bits).await;
 

@@ -504,6 +504,7 @@ pub fn completed(order: &Order, resident_already: Vec<String>) -> Outcome {
         chunking: rungs.first().map(|rung| rung.label.clone()).unwrap_or_default(),
         approximate: false,
         passes_left_out: None,
+        attention_in_fp8: false,
         resident_already,
         move_ms: 5,
         run_ms: 100,

@@ -435,6 +435,7 @@ impl Slot {
                 chunking: "whole".into(),
                 approximate: false,
                 passes_left_out: None,
+                attention_in_fp8: false,
                 resident_already: Vec::new(),
                 move_ms: 0,
                 run_ms: 0,

@@ -51,6 +51,7 @@ fn by_cudnn(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out:
         bias,
         lengths: None,
         log_sums: None,
+        fp8_scales: None,
         scale: scale as f32,
     };
     let device = q.device().as_cuda_device()?;

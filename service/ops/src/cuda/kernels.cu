@@ -156,6 +156,7 @@ FINISH_PRODUCT(f16, __half)
 FINISH_PRODUCT(bf16, __nv_bfloat16)
 
 // Names are made beside what they do.
+#include "attention_in_fp8.cuh"
 #include "softmax.cuh"
 #include "elementwise.cuh"
 

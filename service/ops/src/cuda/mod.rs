@@ -4,6 +4,7 @@
 
 mod apply_norm;
 mod attention;
+mod attention_in_fp8;
 mod blocks;
 mod code;
 mod convolve;
@@ -40,6 +41,7 @@ use crate::planned::Planned;
 
 pub(crate) use apply_norm::{add_rows, apply_norm};
 pub(crate) use attention::attention;
+pub(crate) use attention_in_fp8::attention_in_fp8;
 pub(crate) use blocks::{add_repeated, average_blocks, patched, unpatched};
 pub(crate) use code::Recorder;
 pub(crate) use convolve::{convolve, taps_first, unwritten};

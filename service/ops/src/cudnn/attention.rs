@@ -19,7 +19,52 @@ pub(super) mod number {
     pub(crate) const HIDDEN: i64 = 10;
     pub(crate) const AFTER: i64 = 12;
     pub(crate) const BEFORE: i64 = 13;
+    /// The first of those of [`super::Fp8Scales`], which follow each other.
+    pub(crate) const FP8_SCALES: i64 = 20;
 }
+
+/// Scalars on the card of an attention in e4m3, f32, in this order, [`FP8_SCALE_BYTES`] from each other. A scale multiplies what is to
+/// become codes, a step multiplies codes.
+#[derive(Clone, Copy)]
+pub(crate) enum Fp8Scales {
+    QueryStep,
+    KeyStep,
+    ValueStep,
+    WeightScale,
+    WeightStep,
+    OutScale,
+    /// Greatest magnitudes, which cuDNN's kernel writes and nobody reads.
+    GreatestWeight,
+    GreatestOut,
+}
+
+impl Fp8Scales {
+    pub(crate) const ALL: [Fp8Scales; 8] = [
+        Fp8Scales::QueryStep,
+        Fp8Scales::KeyStep,
+        Fp8Scales::ValueStep,
+        Fp8Scales::WeightScale,
+        Fp8Scales::WeightStep,
+        Fp8Scales::OutScale,
+        Fp8Scales::GreatestWeight,
+        Fp8Scales::GreatestOut,
+    ];
+
+    fn number(self) -> i64 {
+        number::FP8_SCALES + self as i64
+    }
+
+    /// The addresses by their unique ids, of scalars that begin at an address.
+    pub(super) fn add_to(start: u64, addresses: &mut Vec<(i64, u64)>) {
+        addresses.extend(Fp8Scales::ALL.map(|scale| {
+            let at = start + scale as u64 * FP8_SCALE_BYTES;
+            (scale.number(), at)
+        }));
+    }
+}
+
+/// Distance of the scalars of an attention in e4m3: the alignment of tensors.
+pub(crate) const FP8_SCALE_BYTES: u64 = 16;
 
 /// Addresses of one attention's operands on the card, aligned to 16 bytes. `out` overlaps none of the others.
 #[derive(Clone, Copy, Debug)]
@@ -34,6 +79,8 @@ pub(crate) struct AttentionAt {
     pub(crate) lengths: Option<(u64, u64)>,
     /// Set with [`AttentionShape::log_sums`].
     pub(crate) log_sums: Option<u64>,
+    /// Set with [`AttentionShape::in_fp8`]: where [`Fp8Scales`] begin. The others are addresses of codes then.
+    pub(crate) fp8_scales: Option<u64>,
     /// Scale of the scores.
     pub(crate) scale: f32,
 }
@@ -87,7 +134,8 @@ impl PlanShape for AttentionShape {
             self.width,
         ];
         let fits = !sides.contains(&0) && self.heads.is_multiple_of(self.heads_kv);
-        DataType::of(self.dtype).filter(|numbers| fits && *numbers != DataType::F32)
+        let numbers = DataType::of(self.dtype).filter(|numbers| fits && *numbers != DataType::F32)?;
+        Some(if self.in_fp8 { DataType::E4m3 } else { numbers })
     }
 
     fn graph(&self, library: &'static Library, numbers: DataType) -> Outcome<Graph> {
@@ -108,6 +156,9 @@ impl PlanShape for AttentionShape {
         if self.log_sums {
             numbers.push(number::LOG_SUMS);
         }
+        if self.in_fp8 {
+            numbers.extend(Fp8Scales::ALL.map(Fp8Scales::number));
+        }
         let mut at = numbers.into_iter().map(|number| (number, everywhere)).collect();
         let scalars = Box::new(Scalars::of(self, 1.0));
         scalars.add_to(&mut at, self);
@@ -119,6 +170,19 @@ impl PlanShape for AttentionShape {
 }
 
 impl AttentionShape {
+    /// Strides of an operand of this attention: in codes, if those are what it reads.
+    fn strides_of(&self, operand: [usize; 3]) -> [usize; 3] {
+        let [batch, token, head] = operand;
+        match self.in_fp8 {
+            // Codes lie in the rows of numbers, head after head.
+            true => {
+                let codes = self.dtype.size_in_bytes();
+                [batch * codes, token * codes, head]
+            }
+            false => operand,
+        }
+    }
+
     /// How far a query attends before and after itself; `None` where unbounded.
     pub(super) fn reach(&self) -> (Option<usize>, Option<usize>) {
         match self.mask {
@@ -208,12 +272,12 @@ impl<'a> Scores<'a> {
     /// The scaled products of queries and keys.
     fn scores(&mut self) -> Outcome<Node> {
         let (shape, numbers) = (self.shape, self.numbers);
-        let [batch, token, head] = shape.q;
+        let [batch, token, head] = shape.strides_of(shape.q);
         let dims = [shape.batch, shape.heads, shape.queries, shape.width];
         let q = self
             .graph
             .on_card(number::Q, numbers, &dims, &[batch, head, token, 1])?;
-        let [batch, token, head] = shape.k;
+        let [batch, token, head] = shape.strides_of(shape.k);
         // The keys, transposed.
         let dims = [shape.batch, shape.heads_kv, shape.width, shape.keys];
         let k = self
@@ -232,7 +296,26 @@ impl<'a> Scores<'a> {
         let scores = self.all(DataType::F32)?;
         self.graph
             .pointwise(Pointwise::Multiply, DataType::F32, products, Some(scale), scores)?;
-        Ok(scores)
+        if !self.shape.in_fp8 {
+            return Ok(scores);
+        }
+        let scores = self.times(scores, Fp8Scales::QueryStep)?;
+        self.times(scores, Fp8Scales::KeyStep)
+    }
+
+    /// A scalar of an attention in e4m3.
+    fn fp8_scale(&mut self, scale: Fp8Scales) -> Outcome<Node> {
+        self.graph
+            .on_card(scale.number(), DataType::F32, &[1; 4], &[1; 4])
+    }
+
+    /// A tensor of the shape of the scores, times a scalar.
+    fn times(&mut self, x: Node, scale: Fp8Scales) -> Outcome<Node> {
+        let scale = self.fp8_scale(scale)?;
+        let out = self.all(DataType::F32)?;
+        self.graph
+            .pointwise(Pointwise::Multiply, DataType::F32, x, Some(scale), out)?;
+        Ok(out)
     }
 
     /// Minus infinity where a query does not attend to a key, plus the bias.
@@ -317,7 +400,7 @@ impl<'a> Scores<'a> {
         let sums = self.row()?;
         let logarithms = self.row()?;
         let log_sums = self.log_sums()?;
-        let weights = self.all(numbers)?;
+        let weights = self.all(if shape.in_fp8 { DataType::F32 } else { numbers })?;
         let graph = &mut self.graph;
         graph.reduction(Reduction::Maximum, scores, highest)?;
         graph.pointwise(Pointwise::Subtract, DataType::F32, scores, Some(highest), less)?;
@@ -332,19 +415,66 @@ impl<'a> Scores<'a> {
             Some(sums),
             weights,
         )?;
-        let [batch, token, head] = shape.v;
+        let weights = match shape.in_fp8 {
+            true => self.codes_of(weights)?,
+            false => weights,
+        };
+        let graph = &mut self.graph;
+        let [batch, token, head] = shape.strides_of(shape.v);
         let dims = [shape.batch, shape.heads_kv, shape.keys, shape.width];
         let v = graph.on_card(number::V, numbers, &dims, &[batch, head, token, 1])?;
-        let [batch, token, head] = shape.out;
+        let [batch, token, head] = shape.strides_of(shape.out);
         let dims = [shape.batch, shape.heads, shape.queries, shape.width];
-        let out = graph.on_card(number::OUT, numbers, &dims, &[batch, head, token, 1])?;
+        let strides = [batch, head, token, 1];
+        let out = graph.on_card(number::OUT, numbers, &dims, &strides)?;
+        let product = match shape.in_fp8 {
+            true => graph.between(DataType::F32, &dims, &strides)?,
+            false => out,
+        };
         graph.product(&MatrixProduct {
             a: weights,
             b: v,
-            out,
+            out: product,
             rows: self.lengths.map(|(queries, _)| queries),
             columns: None,
             terms: self.lengths.map(|(_, keys)| keys),
-        })
+        })?;
+        match shape.in_fp8 {
+            true => self.codes_of_sums(product, (&dims, &strides), out),
+            false => Ok(()),
+        }
+    }
+
+    /// The weights in e4m3. Their greatest is asked for because cuDNN recognizes the pattern by it.
+    fn codes_of(&mut self, weights: Node) -> Outcome<Node> {
+        let greatest = self.fp8_scale(Fp8Scales::GreatestWeight)?;
+        let scale = self.fp8_scale(Fp8Scales::WeightScale)?;
+        let codes = self.all(DataType::E4m3)?;
+        self.graph.reduction(Reduction::Greatest, weights, greatest)?;
+        self.graph
+            .pointwise(Pointwise::Multiply, DataType::F32, weights, Some(scale), codes)?;
+        Ok(codes)
+    }
+
+    /// Sums of codes of weights and values, as codes to `out`.
+    fn codes_of_sums(
+        &mut self,
+        sums: Node,
+        (dims, strides): (&[usize; 4], &[usize; 4]),
+        out: Node,
+    ) -> Outcome<()> {
+        let mut sums = sums;
+        for step in [Fp8Scales::WeightStep, Fp8Scales::ValueStep] {
+            let step = self.fp8_scale(step)?;
+            let product = self.graph.between(DataType::F32, dims, strides)?;
+            self.graph
+                .pointwise(Pointwise::Multiply, DataType::F32, sums, Some(step), product)?;
+            sums = product;
+        }
+        let scale = self.fp8_scale(Fp8Scales::OutScale)?;
+        let greatest = self.fp8_scale(Fp8Scales::GreatestOut)?;
+        self.graph
+            .pointwise(Pointwise::Multiply, DataType::F32, sums, Some(scale), out)?;
+        self.graph.reduction(Reduction::Greatest, sums, greatest)
     }
 }

@@ -9,7 +9,7 @@ use candle_core::{CudaDevice, Error, Result};
 use cudarc::driver::{CudaContext, CudaStream, result};
 use gpu::Timeline;
 
-use super::attention::{Scalars, number};
+use super::attention::{FP8_SCALE_BYTES, Fp8Scales, Scalars, number};
 use super::graph::ALIGNMENT;
 use super::in_tiles::InTiles;
 use super::plan::{CompileTarget, Plan};
@@ -285,6 +285,11 @@ pub(crate) fn attention(cudnn: &mut Cudnn, shape: &AttentionShape, at: &Attentio
         (true, None) => candle_core::bail!("attention has no place for the sums of its rows"),
         (false, _) => {}
     }
+    match (shape.in_fp8, at.fp8_scales) {
+        (true, Some(start)) => Fp8Scales::add_to(start, &mut addresses),
+        (true, None) => candle_core::bail!("attention in e4m3 has no scales"),
+        (false, _) => {}
+    }
     if !aligned(&addresses) {
         return Ok(false);
     }
@@ -320,6 +325,20 @@ pub(crate) fn in_tiles(cudnn: &mut Cudnn, shape: &AttentionShape) -> Result<Opti
         }
     }
     Ok(Some(split))
+}
+
+/// Where the workspace has so many bytes for the scales of an attention in e4m3, beside what its plan takes; `None` where it has no plan.
+///
+/// # Errors
+/// When the card fails.
+pub(crate) fn fp8_scales(cudnn: &mut Cudnn, shape: &AttentionShape, bytes: usize) -> Result<Option<u64>> {
+    cudnn.context.bind_to_thread().w()?;
+    make_room(&mut cudnn.attentions, shape, &cudnn.stream)?;
+    let plan = cudnn.attentions.plan(&cudnn.maker, &cudnn.ahead, shape);
+    let plan = plan.map_err(failed)?;
+    let at = plan.map(|plan| plan.workspace().next_multiple_of(FP8_SCALE_BYTES as usize));
+    let at = at.filter(|at| at + bytes <= WORKSPACE_BYTES);
+    Ok(at.map(|at| cudnn.workspace + at as u64))
 }
 
 /// The workspace of all plans, [`WORKSPACE_BYTES`], of which a plan has the beginning.

@@ -12,6 +12,7 @@ pub(super) enum DataType {
     I32 = 4,
     Bf16 = 9,
     Flag = 11,
+    E4m3 = 12,
 }
 
 impl DataType {
@@ -50,6 +51,8 @@ pub(super) enum Pointwise {
 pub(super) enum Reduction {
     Sum = 0,
     Maximum = 3,
+    /// Of the magnitudes.
+    Greatest = 4,
 }
 
 /// Alignment of every tensor's address, in bytes.

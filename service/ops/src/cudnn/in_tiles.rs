@@ -52,7 +52,8 @@ impl InTiles {
             && whole_keys < keys
             && queries > 0
             && shape.out[2] == width
-            && !shape.log_sums;
+            && !shape.log_sums
+            && !shape.in_fp8;
         if !is_gain {
             return None;
         }

@@ -41,9 +41,9 @@ use crate::libraries::{MadeBy, count_plan};
 use crate::planned::{AttentionShape, Planned, uses_cudnn_in};
 
 #[cfg(feature = "cuda")]
-pub(crate) use attention::AttentionAt;
+pub(crate) use attention::{AttentionAt, FP8_SCALE_BYTES, Fp8Scales};
 #[cfg(feature = "cuda")]
-pub(crate) use card::{Cudnn, OfCard, attention, convolve, in_tiles, make_plans, workspace};
+pub(crate) use card::{Cudnn, OfCard, attention, convolve, fp8_scales, in_tiles, make_plans, workspace};
 #[cfg(feature = "cuda")]
 pub(crate) use convolution::ConvolutionAt;
 #[cfg(feature = "cuda")]
@@ -54,6 +54,9 @@ pub(crate) use plans::{Folder, keep_plans_in};
 
 /// Workspace shared by all plans of a card. Plans that need more are not chosen.
 pub(crate) const WORKSPACE_BYTES: usize = 32 << 20;
+
+/// The first compute capability for which cuDNN has attention in e4m3.
+pub(crate) const FP8_ATTENTION_SINCE: u32 = 90;
 
 /// How the names of cards of compute capability 9.0 begin in keys of plans.
 const HOPPER: &str = "sm_90 ";
@@ -186,9 +189,23 @@ impl Maker {
             .flatten()
     }
 
+    /// The card's compute capability, as 90 for 9.0.
+    fn capability(&self) -> u32 {
+        let digits = self
+            .card
+            .strip_prefix("sm_")
+            .and_then(|rest| rest.split(' ').next());
+        digits.and_then(|digits| digits.parse().ok()).unwrap_or_default()
+    }
+
     /// The shapes for which cuDNN compiles plans.
     fn planned(&self, planned: &Planned) -> Vec<Planned> {
         match planned {
+            Planned::Attention(shape) if shape.in_fp8 && self.capability() < FP8_ATTENTION_SINCE => self
+                .planned(&Planned::Attention(AttentionShape {
+                    in_fp8: false,
+                    ..shape.clone()
+                })),
             Planned::Attention(shape) => match self.in_tiles(shape) {
                 Some(InTiles { whole, rest, .. }) => {
                     vec![Planned::Attention(whole), Planned::Attention(rest)]

@@ -118,6 +118,7 @@ fn attention(batch: usize, heads: [usize; 2], tokens: [usize; 2], width: usize) 
         out: side_by_side(queries, heads, width),
         mask: MaskShape::None,
         log_sums: false,
+        in_fp8: false,
     }
 }
 
@@ -177,6 +178,12 @@ fn attentions() -> Vec<(&'static str, AttentionShape)> {
         (
             "CLIP, causal",
             masked(MaskShape::Causal, attention(1, [12, 12], [77, 77], 64)),
+        ),
+        ("in e4m3", flux().in_fp8_if_possible()),
+        (
+            "in e4m3, in the joint buffers of a film",
+            AttentionShape::of_rows(20_280, (24, 128), (9216, 15_360), DType::BF16, MaskShape::None)
+                .in_fp8_if_possible(),
         ),
         ("lengths", masked(MaskShape::Lengths, flux())),
         (

@@ -62,6 +62,7 @@ impl Variant {
             Field::Controls,
             Field::Adapters,
             Field::StepCache,
+            Field::Fp8Attention,
         ]);
         const PLAIN: Reads = EVERY.and(&[Field::NegativePrompt, Field::TrueGuidance]);
         match self {

@@ -6,6 +6,7 @@ use ops::Planned;
 use super::edit::{ENCODE_CONTROL, ENCODE_MASKED, ENCODE_REFERENCE};
 use super::model::FluxModel;
 use super::stages::{DENOISE, ENCODE_TEXT};
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE};
 use crate::{Image, Request};
 
@@ -38,7 +39,12 @@ impl FluxModel {
                     + self.reference_tokens(image);
                 let generated = picture - self.reference_tokens(image);
                 let blocks = self.transformer.blocks();
-                let mut planned = blocks.planned(tokens + picture, generated, dtype);
+                let attention = AttentionPrecision::asked(request);
+                let of_blocks = blocks.planned(tokens + picture, generated, dtype);
+                let mut planned: Vec<Planned> = of_blocks
+                    .into_iter()
+                    .map(|shape| attention.planned(shape))
+                    .collect();
                 for (_, _, net) in self.controls_of(request, image) {
                     let all = net.config.text_tokens(tokens) + generated;
                     planned.extend(net.config.trunk.blocks().planned(all, all, dtype));

@@ -15,6 +15,7 @@ use super::edit::{
 use super::model::FluxModel;
 use super::transformer::{Conditioning, Prompted, Reference, Transformer, pack, unpack};
 use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoders::kl::stages::{Run, send_preview};
 use crate::sampling::{Conditions, Prompts, SampledLatent};
@@ -221,7 +222,9 @@ impl Stage<'_, FluxModel> {
             request.max_sequence_length as usize,
             self.model.reference_tokens(image),
         );
-        let step_buffers = transformer.step_buffers_beside(1, text, (rows * columns, beside), on)?;
+        let step_buffers = transformer
+            .step_buffers_beside(1, text, (rows * columns, beside), on)?
+            .with_attention(AttentionPrecision::asked(request));
         let input = self.input_of_fill(image)?;
         for step in 0..steps {
             self.observer.check_cancelled()?;

@@ -8,6 +8,7 @@ use super::config::TransformerConfig;
 use super::trunk::{Trunk, TrunkConditioning};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
+use crate::attention::AttentionPrecision;
 use crate::linear::Linear;
 use crate::mmdit::{BlockHook, Buffers, CacheOfPass, Modulator, Next, NoHook};
 use crate::sampling::Conditions;
@@ -211,6 +212,16 @@ impl Transformer {
 pub struct StepBuffers {
     buffers: Buffers,
     velocity: Tensor,
+}
+
+impl StepBuffers {
+    /// The same buffers, for attention as asked.
+    pub(super) fn with_attention(self, attention: AttentionPrecision) -> StepBuffers {
+        StepBuffers {
+            buffers: self.buffers.with_attention(attention),
+            ..self
+        }
+    }
 }
 
 /// A latent `[1, channels, 2 rows, 2 columns]` as tokens `[1, rows * columns, 4 * channels]`:

@@ -93,6 +93,7 @@ impl Variant {
             Field::References,
             Field::Adapters,
             Field::StepCache,
+            Field::Fp8Attention,
         ]);
         match self {
             Variant::Distilled => DISTILLED,

@@ -5,6 +5,7 @@ use ops::Planned;
 use super::model::Flux2Model;
 use super::references::{ENCODE_REFERENCE, places};
 use super::stages::{DENOISE, ENCODE_TEXT};
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE};
 use crate::place::Place;
 use crate::sampling::Prompts;
@@ -41,7 +42,12 @@ impl Flux2Model {
                 let generated = Place::of_picture(image.width, image.height).tokens();
                 let references: usize = places(request, image).iter().map(|place| place.tokens()).sum();
                 let tokens = text + generated + references;
-                let mut planned = self.transformer.blocks().planned(tokens, generated, dtype);
+                let attention = AttentionPrecision::asked(request);
+                let of_blocks = self.transformer.blocks().planned(tokens, generated, dtype);
+                let mut planned: Vec<Planned> = of_blocks
+                    .into_iter()
+                    .map(|shape| attention.planned(shape))
+                    .collect();
                 if request.preview {
                     // At half the size.
                     planned.extend(autoencoder.planned_to_preview(image));

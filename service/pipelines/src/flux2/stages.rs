@@ -9,6 +9,7 @@ use super::model::{Flux2Model, TEXT_ENCODER, TRANSFORMER};
 use super::references::{ENCODE_REFERENCE, REFERENCE, places};
 use super::transformer::{Conditioning, Prompted, Transformer, pack, unpack};
 use crate::adapters::AdaptedTensors;
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoders::kl::stages::send_preview;
 use crate::place::Place;
@@ -164,7 +165,9 @@ impl Stage<'_, Flux2Model> {
         let mut latent = SampledLatent::new(&pack(&latent)?, sigmas, kept, on)?;
         let beside = places.iter().map(|place| place.tokens()).sum();
         let text = request.max_sequence_length as usize;
-        let step_buffers = transformer.step_buffers(text, (picture.tokens(), beside), on)?;
+        let step_buffers = transformer
+            .step_buffers(text, (picture.tokens(), beside), on)?
+            .with_attention(AttentionPrecision::asked(request));
         for step in 0..steps {
             self.observer.check_cancelled()?;
             // Strengths that change also change the state that otherwise all steps share.

@@ -9,6 +9,7 @@ use super::layout::TIMESTEP;
 use super::positions::{positions, rotations};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
+use crate::attention::AttentionPrecision;
 use crate::linear::Linear;
 use crate::mmdit::{Blocks, Buffers, CacheOfPass, Modulations, Modulator, Next, NoHook, Pass, SINUSOIDS};
 use crate::place::Place;
@@ -192,6 +193,16 @@ impl Transformer {
 pub struct StepBuffers {
     buffers: Buffers,
     velocity: Tensor,
+}
+
+impl StepBuffers {
+    /// The same buffers, for attention as asked.
+    pub(super) fn with_attention(self, attention: AttentionPrecision) -> StepBuffers {
+        StepBuffers {
+            buffers: self.buffers.with_attention(attention),
+            ..self
+        }
+    }
 }
 
 /// A latent `[1, channels, rows, columns]` as tokens `[1, rows * columns, channels]`: `Flux2KleinPipeline._pack_latents`.

@@ -14,6 +14,7 @@ use super::plan::{DENOISE, ENCODE_END, ENCODE_IMAGE, ENCODE_TEXT, ENCODE_VISION,
 use super::sections::{Order, Sections};
 use super::transformer::TokenCounts;
 use crate::adapters::{AdapterFile, AdapterSet, TargetComponent};
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::hunyuan::{Chunking, HunyuanVaeConfig};
 use crate::film_lengths;
 use crate::flow_match::SchedulerConfig;
@@ -119,6 +120,7 @@ const READS: Reads = Reads::of(&[
     Field::NegativePrompt,
     Field::TrueGuidance,
     Field::StepCache,
+    Field::Fp8Attention,
 ]);
 
 /// The optional fields of a request that the model reads. An end picture has no part in films that are sampled from their start.
@@ -327,7 +329,7 @@ impl Model for HunyuanModel {
                     return Vec::new();
                 };
                 let of_prompts = prompts.map(|prompt| self.tokens(prompt.used(), video));
-                self.planned_to_denoise(&of_prompts)
+                self.planned_to_denoise(&of_prompts, AttentionPrecision::asked(request))
             }
             _ => self
                 .vae
@@ -343,7 +345,11 @@ impl Model for HunyuanModel {
 impl HunyuanModel {
     /// Shapes of attention in a step: of each prompt the text, refined alone, and then all tokens, in the buffers of the longest
     /// text. The negative prompt comes first.
-    fn planned_to_denoise(&self, of_prompts: &Prompts<TokenCounts>) -> Vec<ops::Planned> {
+    fn planned_to_denoise(
+        &self,
+        of_prompts: &Prompts<TokenCounts>,
+        attention: AttentionPrecision,
+    ) -> Vec<ops::Planned> {
         let (blocks, dtype) = (self.transformer.blocks(), self.parts.dtype());
         let rows = longest(of_prompts).all();
         let passes = of_prompts.negative.iter().chain([&of_prompts.prompt]);
@@ -354,6 +360,7 @@ impl HunyuanModel {
                 _ => blocks.planned_in(rows, (tokens.text, tokens.text), dtype),
             };
             let all = blocks.planned_in(rows, (tokens.all(), tokens.sampled), dtype);
+            let all = all.into_iter().map(|shape| attention.planned(shape));
             for shape in refined.into_iter().chain(all) {
                 if !planned.contains(&shape) {
                     planned.push(shape);

@@ -22,6 +22,7 @@ use super::preview::ColourMap;
 use super::sections::{LatentFrame, Sections};
 use super::transformer::{Conditioning, Prompted, Seen, TokenCounts, Transformer};
 use crate::adapters::AdaptedTensors;
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::hunyuan::{
     FrameDecoding, HunyuanVaeDecoder, HunyuanVaeEncoder, decode_ladder, encode_ladder,
 };
@@ -317,7 +318,9 @@ impl Stage<'_, HunyuanModel> {
             )?;
 
         let mut latent = SampledLatent::new(&patches(&noise, FULL)?, sigmas, None, (dtype, device))?;
-        let step_buffers = transformer.step_buffers(&tokens, (dtype, device))?;
+        let step_buffers = transformer
+            .step_buffers(&tokens, (dtype, device))?
+            .with_attention(AttentionPrecision::asked(request));
         let colours = match (&video.init_image, request.preview) {
             (_, false) => None,
             (Some(image), true) if section.is_some() => {

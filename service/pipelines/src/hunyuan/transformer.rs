@@ -11,6 +11,7 @@ use super::patches::{FULL, HALF, Patch, QUARTER};
 use super::refiner::{Refiner, RefinerConditioning};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
+use crate::attention::AttentionPrecision;
 use crate::linear::Linear;
 use crate::mmdit::{Blocks, Buffers, CacheOfPass, Modulations, Modulator, Next, NoHook, Pass, StepEmbedder};
 use crate::rotary::Rotations;
@@ -89,6 +90,16 @@ pub(super) struct StepBuffers {
     velocity: Tensor,
     /// Tokens that are seen and not sampled.
     seen: usize,
+}
+
+impl StepBuffers {
+    /// The same buffers, for attention as asked.
+    pub(super) fn with_attention(self, attention: AttentionPrecision) -> StepBuffers {
+        StepBuffers {
+            buffers: self.buffers.with_attention(attention),
+            ..self
+        }
+    }
 }
 
 /// Counts of tokens.

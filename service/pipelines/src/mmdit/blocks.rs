@@ -8,7 +8,7 @@
 
 use candle_core::{DType, Result, Tensor};
 use gpu::MissingTensor;
-use ops::{Angles, Epilogue, LayerTo, Mask, Nonlinearity, Pairs, QkNorm, Scratch};
+use ops::{Angles, Epilogue, LayerTo, Nonlinearity, Pairs, QkNorm, Scratch};
 
 use super::buffers::{Added, Buffers, EPS, Next, Part, Share, attends_for_some};
 use super::layout::{DiffusersStream, SPLIT_LAST};
@@ -89,12 +89,12 @@ impl Projections {
 
 /// Attention of the needed rows to all tokens.
 fn attend(all: &Part, needed: &Part) -> Result<()> {
-    let scale = (all.query.dim(3)? as f64).powf(-0.5);
     let of = match attends_for_some(all.query.dim(1)?, needed.query.dim(1)?) {
         true => needed,
         false => all,
     };
-    ops::attention(&of.query, &all.key, &all.value, scale, Mask::None, &of.attended)
+    all.attention
+        .attend([&of.query, &all.key, &all.value], &of.attended)
 }
 
 /// A feed-forward: `FeedForward` with the tanh approximation of GELU, or `Flux2FeedForward`, which is gated by SiLU.

@@ -6,6 +6,7 @@ use ops::{
 };
 
 use super::shape::BlocksShape;
+use crate::attention::AttentionPrecision;
 
 /// Epsilon of every norm in the transformer.
 pub(crate) const EPS: f64 = 1e-6;
@@ -41,6 +42,7 @@ pub(crate) struct Buffers {
     /// Workspace of linear layers.
     scratch: Scratch,
     heads: usize,
+    attention: AttentionPrecision,
     /// Number of text tokens.
     pub(crate) text: usize,
 }
@@ -67,8 +69,14 @@ impl Buffers {
             wide: rows(shape.design.wide())?,
             scratch: Scratch::new(layers.scratch_bytes, device)?,
             heads: shape.heads,
+            attention: AttentionPrecision::Full,
             text,
         })
+    }
+
+    /// The same buffers, for attention as asked.
+    pub(crate) fn with_attention(self, attention: AttentionPrecision) -> Buffers {
+        Buffers { attention, ..self }
     }
 
     /// The same buffers for a text that is this much shorter: without their first rows.
@@ -200,6 +208,7 @@ impl Buffers {
             key: joint.narrow(2, self.heads, self.heads)?,
             value: joint.narrow(2, 2 * self.heads, self.heads)?,
             attended: by_head(&self.wide)?.narrow(2, 0, self.heads)?,
+            attention: self.attention,
             inner: wide.narrow(2, width, inner)?,
             wide,
             gated,
@@ -248,6 +257,7 @@ pub(crate) struct Part {
     pub(crate) key: Tensor,
     pub(crate) value: Tensor,
     pub(crate) attended: Tensor,
+    pub(super) attention: AttentionPrecision,
     /// `[batch, tokens, inner]`.
     pub(crate) inner: Tensor,
     pub(crate) wide: Tensor,

@@ -8,6 +8,7 @@ use super::config::BranchConfig;
 use super::fusion::{OtherBranch, attend};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
+use crate::attention::AttentionPrecision;
 use crate::linear::Linear;
 use crate::mmdit::TwoLayers;
 use crate::rotary::Rotations;
@@ -39,6 +40,16 @@ pub(super) struct BranchBuffers {
     modulations: StepModulations,
     /// `[1, sampled, token width]`.
     pub(super) velocity: Tensor,
+}
+
+impl BranchBuffers {
+    /// The same buffers, for attention of a branch's tokens to each other as asked.
+    pub(super) fn with_attention(self, attention: AttentionPrecision) -> BranchBuffers {
+        BranchBuffers {
+            buffers: self.buffers.with_attention(attention),
+            ..self
+        }
+    }
 }
 
 /// A pass over a branch's blocks.

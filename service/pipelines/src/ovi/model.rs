@@ -14,6 +14,7 @@ use super::prompts::Texts;
 use super::sizes::{PIXELS, size_near};
 use super::sound_embedding;
 use super::variant::Variant;
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::mmaudio::MmAudioConfig;
 use crate::autoencoders::mmaudio::vocoder::VocoderConfig;
 use crate::autoencoders::wan::{Chunking, WanVaeConfig};
@@ -91,7 +92,12 @@ pub struct OviModel {
 }
 
 /// The optional fields of a request that the model reads.
-pub(super) const READS: Reads = Reads::of(&[Field::NegativePrompt, Field::TrueGuidance, Field::InitImage]);
+pub(super) const READS: Reads = Reads::of(&[
+    Field::NegativePrompt,
+    Field::TrueGuidance,
+    Field::InitImage,
+    Field::Fp8Attention,
+]);
 
 /// Most frames of a variant's films.
 pub(super) fn most_frames(variant: Variant) -> u32 {
@@ -303,8 +309,11 @@ impl Model for OviModel {
             DENOISE => {
                 let config = &self.transformer;
                 let [film, sound] = self.film_tokens(video).all();
+                let attention = AttentionPrecision::asked(request);
                 let attended = |branch: &BranchConfig, tokens: usize| {
-                    branch.blocks().planned(1, tokens, branch.text_len, dtype)
+                    branch
+                        .blocks()
+                        .planned(1, tokens, branch.text_len, (dtype, attention))
                 };
                 let mut all = sound_embedding::planned(config, sound, dtype);
                 all.extend(attended(&config.audio, sound));

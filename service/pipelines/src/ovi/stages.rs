@@ -16,6 +16,7 @@ use super::plan::{
 use super::prompts::Texts;
 use super::sampling::{Guidance, Progress, PromptStates, Start, sample};
 use super::transformer::FusionTransformer;
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::mmaudio::MmAudioDecoder;
 use crate::autoencoders::mmaudio::vocoder::Vocoder;
 use crate::autoencoders::oobleck::pcm16_from_samples;
@@ -124,7 +125,8 @@ impl Stage<'_, OviModel> {
             None => None,
         };
         let component = (self.run.tensors)(TRANSFORMER)?;
-        let transformer = FusionTransformer::new(&model.transformer, &component)?;
+        let transformer = FusionTransformer::new(&model.transformer, &component)?
+            .with_attention(AttentionPrecision::asked(request));
         self.observer.check_cancelled()?;
         let scale = f64::from(request.true_guidance);
         let guidance = Guidance {

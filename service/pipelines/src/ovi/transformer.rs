@@ -16,6 +16,7 @@ use super::layout::{AUDIO, VIDEO};
 use super::sound_embedding::{self, SoundEmbedding};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
+use crate::attention::AttentionPrecision;
 use crate::linear::Linear;
 use crate::mmdit::SINUSOIDS;
 use crate::rotary::{Rotations, Rounded, rotations};
@@ -43,6 +44,8 @@ pub struct FusionTransformer {
     audio: Branch,
     /// Brings the blocks that are not on the card.
     stream: WeightStream,
+    /// Of a branch's tokens to each other.
+    attention: AttentionPrecision,
 }
 
 /// The sizes of a film with its sound, in tokens.
@@ -116,6 +119,7 @@ impl FusionTransformer {
                 audio: Branch::new(tensors, AUDIO, &config.audio, config.audio.out_dim)?,
                 config: config.clone(),
                 stream: tensors.stream(),
+                attention: AttentionPrecision::Full,
             };
             let weight = tensors.shaped(&weight, &[width, channels, 1, 2, 2])?;
             let bias = tensors.shaped(&format!("{VIDEO}.patch_embedding.bias"), &[width])?;
@@ -126,6 +130,11 @@ impl FusionTransformer {
             patches: Linear::of(patches_last(&weight, &[channels])?, Some(bias)),
             ..transformer
         })
+    }
+
+    /// The same transformer, with attention of a branch's tokens to each other as asked.
+    pub(super) fn with_attention(self, attention: AttentionPrecision) -> FusionTransformer {
+        FusionTransformer { attention, ..self }
     }
 
     /// The embedded times of the steps, in training steps.
@@ -190,6 +199,7 @@ impl FusionTransformer {
         let video = self.video.buffers(tokens.video(), layers(), of_film, on)?;
         let of_sound = self.config.audio.out_dim;
         let audio = self.audio.buffers(tokens.audio(), layers(), of_sound, on)?;
+        let [video, audio] = [video, audio].map(|buffers| buffers.with_attention(self.attention));
         Ok(StepBuffers {
             of_audio: Place::new(&self.config.audio.blocks(), tokens.sound, &video.velocity)?,
             video,

@@ -5,6 +5,7 @@ use ops::Planned;
 use super::model::QwenImageModel;
 use super::references::{ENCODE_PICTURE, ENCODE_REFERENCE};
 use super::stages::{DENOISE, ENCODE_TEXT};
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE};
 use crate::{Image, InitImage, Request};
 
@@ -43,7 +44,8 @@ impl QwenImageModel {
                     let all = tokens.all() - tokens.text + prompt.used();
                     let blocks = self.transformer.blocks();
                     let shapes = blocks.planned_in(tokens.all(), (all, tokens.generated), dtype);
-                    shapes.into_iter().for_each(&mut add);
+                    let attention = AttentionPrecision::asked(request);
+                    shapes.into_iter().for_each(|shape| add(attention.planned(shape)));
                 }
                 if request.preview {
                     // At half the size.

@@ -9,6 +9,7 @@ use super::model::{QwenImageModel, TEXT_ENCODER, TRANSFORMER, VISION};
 use super::references::{ENCODE_PICTURE, ENCODE_REFERENCE, PICTURE, REFERENCE, places};
 use super::transformer::{Prompted, TokenCounts, Transformer};
 use crate::adapters::AdaptedTensors;
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::flux::{pack, unpack};
 use crate::sampling::{Conditions, Length, Prompts, SampledLatent};
@@ -159,7 +160,9 @@ impl Stage<'_, QwenImageModel> {
 
         // Transposing a latent on the host costs nothing.
         let mut latent = SampledLatent::new(&pack(&latent)?, sigmas, kept, on)?;
-        let step_buffers = transformer.step_buffers(tokens, on)?;
+        let step_buffers = transformer
+            .step_buffers(tokens, on)?
+            .with_attention(AttentionPrecision::asked(request));
         let place = places[0];
         for step in 0..steps {
             self.observer.check_cancelled()?;

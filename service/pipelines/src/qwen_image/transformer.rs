@@ -9,6 +9,7 @@ use super::layout::TIMESTEP;
 use super::positions::{positions, rotations};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
+use crate::attention::AttentionPrecision;
 use crate::linear::Linear;
 use crate::mmdit::{
     Apart, Blocks, Buffers, CacheOfPass, Modulations, Modulator, Next, NoHook, Pass, SINUSOIDS, TwoLayers,
@@ -250,6 +251,16 @@ impl Transformer {
 pub struct StepBuffers {
     buffers: Buffers,
     velocity: Tensor,
+}
+
+impl StepBuffers {
+    /// The same buffers, for attention as asked.
+    pub(super) fn with_attention(self, attention: AttentionPrecision) -> StepBuffers {
+        StepBuffers {
+            buffers: self.buffers.with_attention(attention),
+            ..self
+        }
+    }
 }
 
 /// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.

@@ -78,6 +78,7 @@ impl Variant {
             Field::NegativePrompt,
             Field::TrueGuidance,
             Field::StepCache,
+            Field::Fp8Attention,
         ]);
         match self {
             Variant::Text => EVERY.and(&[Field::InitImage, Field::Mask]),

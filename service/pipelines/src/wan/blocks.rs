@@ -99,16 +99,8 @@ impl SelfAttention {
         };
         let angles = Some(rotations.angles());
         ops::qk_norm_rope(&whole.query, &whole.key, norm, angles, Pairs::Neighbours)?;
-        let scale = (self.shape.head as f64).powf(-0.5);
-        let attended = &whole.branch_heads;
-        ops::attention(
-            &whole.query,
-            &whole.key,
-            &whole.value,
-            scale,
-            Mask::None,
-            attended,
-        )?;
+        let operands = [&whole.query, &whole.key, &whole.value];
+        whole.attention.attend(operands, &whole.branch_heads)?;
         self.output
             .forward_into(&whole.branch, Epilogue::None, &whole.query_rows, scratch)
     }

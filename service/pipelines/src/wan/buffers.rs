@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use ops::{Activation, Codes, CodesOfRows, Gate, Modulation, Norm, Scratch};
 
 use super::shape::BlockShape;
+use crate::attention::AttentionPrecision;
 use crate::linear::{Linear, largest_scratch};
 
 /// Buffers of a pass, `[batch, tokens, ..]` in the dtype of the card.
@@ -19,6 +20,7 @@ pub(crate) struct Buffers {
     /// Workspace of linear layers.
     scratch: Scratch,
     shape: BlockShape,
+    attention: AttentionPrecision,
 }
 
 impl Buffers {
@@ -48,7 +50,13 @@ impl Buffers {
             wide: rows(shape.wide())?,
             scratch: Scratch::new(largest_scratch(layers, batch * tokens, dtype), device)?,
             shape,
+            attention: AttentionPrecision::Full,
         })
+    }
+
+    /// The same buffers, for attention of the tokens to each other as asked.
+    pub(crate) fn with_attention(self, attention: AttentionPrecision) -> Buffers {
+        Buffers { attention, ..self }
     }
 
     /// Workspace of linear layers.
@@ -92,6 +100,7 @@ impl Buffers {
             query_rows: wide.narrow(2, 0, width)?,
             key_rows: wide.narrow(2, width, width)?,
             inner: wide.narrow(2, 0, self.shape.inner)?,
+            attention: self.attention,
             eps: self.shape.eps,
         })
     }
@@ -115,6 +124,7 @@ pub(crate) struct Part {
     pub(crate) key_rows: Tensor,
     /// `[batch, tokens, inner]`, in the memory of queries, keys and values.
     pub(crate) inner: Tensor,
+    pub(super) attention: AttentionPrecision,
     eps: f64,
 }
 

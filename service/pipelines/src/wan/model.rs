@@ -124,14 +124,15 @@ pub struct WanModel {
 
 /// The optional fields of a request that a model of this kind reads.
 pub(super) fn reads(kind: Kind) -> Reads {
+    const PLAIN: Reads = Reads::of(&[
+        Field::Adapters,
+        Field::NegativePrompt,
+        Field::TrueGuidance,
+        Field::Fp8Attention,
+    ]);
     match kind {
-        Kind::Text => Reads::of(&[Field::Adapters, Field::NegativePrompt, Field::TrueGuidance]),
-        Kind::TextOrPicture | Kind::Picture => Reads::of(&[
-            Field::Adapters,
-            Field::NegativePrompt,
-            Field::TrueGuidance,
-            Field::InitImage,
-        ]),
+        Kind::Text => PLAIN,
+        Kind::TextOrPicture | Kind::Picture => PLAIN.and(&[Field::InitImage]),
     }
 }
 

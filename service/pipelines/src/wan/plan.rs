@@ -11,6 +11,7 @@ use super::model::{Kind, SECOND, TEXT_ENCODER, TRANSFORMER, VAE, WanModel};
 use super::shape::is_of_text;
 use super::times::TokenCounts;
 use super::transformer::denoise_scratch;
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::wan::{Chunking, decode_ladder, encode_ladder};
 use crate::sampling::{Conditions, Denoiser, Prompts};
 use crate::unipc::{Grid, Schedule, UniPcLatent};
@@ -407,7 +408,8 @@ impl WanModel {
                 let batch = self.batch(self.ways(request, video)[0], tokens.iter().count());
                 let text = request.max_sequence_length as usize;
                 let blocks = self.transformer.blocks();
-                blocks.planned(batch, self.tokens(video).all(), text, dtype)
+                let as_asked = (dtype, AttentionPrecision::asked(request));
+                blocks.planned(batch, self.tokens(video).all(), text, as_asked)
             }
             _ => {
                 let latents = self.vae.latents(video.frames as usize);

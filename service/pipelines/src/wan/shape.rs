@@ -4,6 +4,7 @@ use candle_core::DType;
 use gpu::BlockPlace;
 use ops::{AttentionShape, MaskShape, Planned};
 
+use crate::attention::AttentionPrecision;
 use crate::checkpoint::{QuantizeRole, numbered};
 
 /// Sizes of a block.
@@ -51,7 +52,13 @@ impl BlockShape {
     }
 
     /// Shapes of attention over the tokens of `batch` items, and over those of their texts.
-    pub(crate) fn planned(&self, batch: usize, tokens: usize, text: usize, dtype: DType) -> Vec<Planned> {
+    pub(crate) fn planned(
+        &self,
+        batch: usize,
+        tokens: usize,
+        text: usize,
+        (dtype, attention): (DType, AttentionPrecision),
+    ) -> Vec<Planned> {
         let (row, width) = (self.wide(), self.width());
         let by_head = (self.heads, self.head);
         let own = AttentionShape::of_rows(tokens, by_head, (row, width), dtype, MaskShape::None);
@@ -65,7 +72,10 @@ impl BlockShape {
             out: own.q,
             ..own.clone()
         };
-        vec![Planned::Attention(own), Planned::Attention(cross)]
+        vec![
+            attention.planned(Planned::Attention(own)),
+            Planned::Attention(cross),
+        ]
     }
 
     /// Floating-point operations of attention in a block, over `tokens` tokens and over those of a text.

@@ -11,6 +11,7 @@ use super::times::Times;
 use super::tokens::{latent_of_tokens, tokens_of};
 use super::transformer::{Seen, StepBuffers, Texts, Transformer};
 use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::wan::{
     FrameDecoding, WanVaeDecoder, WanVaeEncoder, decode_ladder, encode_ladder, frames_to_rgb8,
 };
@@ -209,7 +210,9 @@ impl Stage<'_, WanModel> {
             .transpose()?;
         let sampling = Sampling {
             rotations: transformer.rotations(model.vae.latents(video.frames as usize), sides, device)?,
-            buffers: transformer.step_buffers((batch, counts), seen, (dtype, device))?,
+            buffers: transformer
+                .step_buffers((batch, counts), seen, (dtype, device))?
+                .with_attention(AttentionPrecision::asked(request)),
             transformer: &transformer,
             kept,
             guidance: part.guidance,

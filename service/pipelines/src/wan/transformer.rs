@@ -15,6 +15,7 @@ use super::modulation::Tables;
 use super::times::{StepModulations, TimeLayers, Times, TokenCounts};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
+use crate::attention::AttentionPrecision;
 use crate::linear::Linear;
 use crate::mmdit::{SINUSOIDS, TwoLayers};
 use crate::rotary::{Rotations, Rounded, rotations};
@@ -53,6 +54,16 @@ pub struct StepBuffers {
     first: Option<Tensor>,
     /// `[batch, sampled, 4 out_channels]`.
     velocity: Tensor,
+}
+
+impl StepBuffers {
+    /// The same buffers, for attention as asked.
+    pub(super) fn with_attention(self, attention: AttentionPrecision) -> StepBuffers {
+        StepBuffers {
+            buffers: self.buffers.with_attention(attention),
+            ..self
+        }
+    }
 }
 
 /// What the latent is seen with.

@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Device, Result, Tensor};
 use gpu::MissingTensor;
-use ops::{Angles, Epilogue, Mask, Nonlinearity, Pairs, QkNorm};
+use ops::{Angles, Epilogue, Nonlinearity, Pairs, QkNorm};
 
 use super::buffers::{Close, Next, Part, ZImageBuffers};
 use super::config::TransformerConfig;
@@ -184,15 +184,8 @@ impl Block {
             eps: QK_EPS,
         };
         ops::qk_norm_rope(&rows.query, &rows.key, norm, Some(angles), Pairs::Neighbours)?;
-        let scale = (rows.query.dim(3)? as f64).powf(-0.5);
-        ops::attention(
-            &rows.query,
-            &rows.key,
-            &rows.value,
-            scale,
-            Mask::None,
-            &rows.attended,
-        )?;
+        let operands = [&rows.query, &rows.key, &rows.value];
+        rows.attention.attend(operands, &rows.attended)?;
         self.output
             .forward_into(&needed.attended, Epilogue::None, &needed.branch, scratch)?;
         let inside = self.next(modulations, 1, step, dtype)?;

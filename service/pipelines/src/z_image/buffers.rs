@@ -7,6 +7,7 @@ use ops::{
 };
 
 use super::config::TransformerConfig;
+use crate::attention::AttentionPrecision;
 
 /// Epsilon of the norm before the last layer.
 const LAST_EPS: f64 = 1e-6;
@@ -33,6 +34,7 @@ pub(super) struct ZImageBuffers {
     scratch: Scratch,
     heads: usize,
     inner: usize,
+    attention: AttentionPrecision,
     /// Epsilon of the norms of tokens.
     eps: f64,
 }
@@ -59,8 +61,14 @@ impl ZImageBuffers {
             scratch: Scratch::new(layers.scratch_bytes, device)?,
             heads: config.n_heads,
             inner: config.feed_forward_width(),
+            attention: AttentionPrecision::Full,
             eps: config.norm_eps,
         })
+    }
+
+    /// The same buffers, for attention as asked.
+    pub(super) fn with_attention(self, attention: AttentionPrecision) -> ZImageBuffers {
+        ZImageBuffers { attention, ..self }
     }
 
     /// Bytes of the buffers for `tokens` tokens.
@@ -106,6 +114,7 @@ impl ZImageBuffers {
             key: joint.narrow(2, heads, heads)?,
             value: joint.narrow(2, 2 * heads, heads)?,
             attended: by_head(&self.wide)?.narrow(2, 0, heads)?,
+            attention: self.attention,
             gate: wide.narrow(2, 0, self.inner)?,
             gated: rows(&self.joint)?.narrow(2, 0, self.inner)?,
             raised: wide.narrow(2, self.inner, self.inner)?,
@@ -135,6 +144,7 @@ pub(super) struct Part {
     pub(super) key: Tensor,
     pub(super) value: Tensor,
     pub(super) attended: Tensor,
+    pub(super) attention: AttentionPrecision,
     /// `[1, tokens, inner]`, in the memory of `attended`.
     pub(super) gate: Tensor,
     /// `[1, tokens, inner]`, after `gate` in the same memory.

@@ -5,6 +5,7 @@ use ops::Planned;
 use super::buffers::ZImageBuffers;
 use super::model::{TEXT_ENCODER, ZImageModel};
 use super::stages::{DENOISE, ENCODE_TEXT};
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE};
 use crate::sampling::Prompts;
 use crate::{Image, Request};
@@ -53,13 +54,16 @@ impl ZImageModel {
         let buffers = buffers.max().unwrap_or_default();
         let texts = tokens.iter().map(|tokens| lengths(tokens).padded_text());
         let picture = lengths(&tokens.prompt).padded_picture();
-        let refine = texts.map(|text| (text, text)).chain([(picture, buffers)]);
+        let attention = AttentionPrecision::asked(request);
+        let of_texts = texts.map(|text| (text, text, AttentionPrecision::Full));
+        let refine = of_texts.chain([(picture, buffers, attention)]);
         let refiners = refine.filter(|_| self.transformer.n_refiner_layers > 0);
         let passes = tokens.negative.iter().chain([&tokens.prompt]);
-        let together = passes.map(|tokens| (lengths(tokens).all(), buffers));
+        let together = passes.map(|tokens| (lengths(tokens).all(), buffers, attention));
         let mut planned = Vec::new();
-        for (tokens, of) in refiners.chain(together) {
+        for (tokens, of, attention) in refiners.chain(together) {
             let shape = ZImageBuffers::planned(&self.transformer, tokens, of, self.parts.dtype());
+            let shape = attention.planned(shape);
             if tokens > 0 && !planned.contains(&shape) {
                 planned.push(shape);
             }

@@ -12,6 +12,7 @@ use candle_core::Tensor;
 use super::model::{TEXT_ENCODER, TRANSFORMER, ZImageModel};
 use super::transformer::{Conditioning, Transformer, latent_of, patches_of, times};
 use crate::adapters::{AdaptedTensors, UsedAs};
+use crate::attention::AttentionPrecision;
 use crate::autoencoders::kl::plan::{DECODE, ENCODE_IMAGE, LATENT};
 use crate::autoencoders::kl::stages::send_preview;
 use crate::sampling::{Conditions, Prompts, SampledLatent};
@@ -111,7 +112,9 @@ impl Stage<'_, ZImageModel> {
 
         // Transposing a latent on the host costs nothing.
         let mut latent = SampledLatent::new(&patches_of(&latent)?, sigmas, kept, on)?;
-        let step_buffers = transformer.step_buffers(&lengths, on)?;
+        let step_buffers = transformer
+            .step_buffers(&lengths, on)?
+            .with_attention(AttentionPrecision::asked(request));
         let steps = latent.steps();
         for step in 0..steps {
             self.observer.check_cancelled()?;

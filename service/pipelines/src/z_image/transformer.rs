@@ -14,6 +14,7 @@ use super::layout::{Blocks, LAST, PATCH_IN};
 use super::positions::{Lengths, positions, rotations};
 use crate::StageError;
 use crate::adapters::AdaptedTensors;
+use crate::attention::AttentionPrecision;
 use crate::checkpoint::numbered;
 use crate::linear::{Linear, largest_scratch};
 use crate::rotary::Rotations;
@@ -348,6 +349,16 @@ impl Transformer {
 pub struct StepBuffers {
     buffers: ZImageBuffers,
     output: Tensor,
+}
+
+impl StepBuffers {
+    /// The same buffers, for attention as asked.
+    pub(super) fn with_attention(self, attention: AttentionPrecision) -> StepBuffers {
+        StepBuffers {
+            buffers: self.buffers.with_attention(attention),
+            ..self
+        }
+    }
 }
 
 /// `count` zeros, u32; `None` for zero.

@@ -85,6 +85,7 @@ impl Variant {
             Field::Adapters,
             Field::NegativePrompt,
             Field::TrueGuidance,
+            Field::Fp8Attention,
         ])
     }
 

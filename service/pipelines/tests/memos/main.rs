@@ -53,6 +53,8 @@ fn other_requests(request: &Request) -> Vec<(String, Request)> {
     add("seed", &|r| r.seed = 8);
     add("max_sequence_length", &|r| r.max_sequence_length = 48);
     add("strength", &|r| r.strength = 1.0);
+    add("step_cache", &|r| r.step_cache = 0.1);
+    add("fp8_attention", &|r| r.fp8_attention = true);
     add("slots", &|r| r.slots = 2);
     match &request.medium {
         Medium::Image(_) => {

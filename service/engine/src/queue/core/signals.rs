@@ -377,6 +377,9 @@ impl Core {
         {
             approximations.push(format!("{} without {left_out} of {of} passes", job.name_of(step)));
         }
+        if completed.attention_in_fp8 {
+            approximations.push(format!("{} with attention in fp8", job.name_of(step)));
+        }
         for words in approximations {
             if !job.report.approximations.contains(&words) {
                 job.report.approximations.push(words);

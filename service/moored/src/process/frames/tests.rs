@@ -250,6 +250,7 @@ fn completed(values: Values) -> Outcome {
         chunking: "strips of 16".to_owned(),
         approximate: true,
         passes_left_out: Some(model::PassesLeftOut { left_out: 3, of: 8 }),
+        attention_in_fp8: true,
         resident_already: vec!["vae".to_owned()],
         move_ms: 1,
         run_ms: 2,

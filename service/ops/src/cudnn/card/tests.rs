@@ -142,6 +142,7 @@ fn shape_of(
         out: strides(queries, heads),
         mask,
         log_sums: false,
+        in_fp8: false,
     }
 }
 
@@ -199,6 +200,7 @@ fn check(
         bias: Some(address(&bias)?),
         lengths: Some((address(&counts[0])?, address(&counts[1])?)),
         log_sums: None,
+        fp8_scales: None,
         scale: scale as f32,
     };
     assert!(attention(cudnn, shape, &at)?, "{what}: cuDNN refuses it");
@@ -330,6 +332,7 @@ fn a_misaligned_address_is_refused() -> Result<()> {
             bias: None,
             lengths: None,
             log_sums: None,
+            fp8_scales: None,
             scale: 1.0,
         };
         assert!(!attention(cudnn, &shape, &at)?);
