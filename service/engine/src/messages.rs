@@ -88,6 +88,8 @@ pub struct StageWork {
     pub components: Vec<Component>,
     /// Names of the later stages of the job.
     pub later_stages: Vec<String>,
+    /// What those read of the request, without the data of media: fields too that `request` leaves out. `None` where there are none.
+    pub later_request: Option<Request>,
     /// Components that those need.
     pub later: Vec<ComponentId>,
     /// The request, with the item's seed.

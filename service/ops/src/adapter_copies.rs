@@ -13,8 +13,9 @@ pub enum AdapterCopies {
     /// Of weights that are multiplied in full precision: results are the same to the bit.
     #[default]
     Exact,
-    /// Also of weights that are multiplied in fp8. The copy is rounded to fp8 with its terms, which are added in bf16 without one: the
-    /// error is that of the format, but the result depends on whether memory was free.
+    /// Also of weights that are multiplied in fp8 or in int8. In fp8 the copy is rounded with its terms, which are added in bf16 without
+    /// one; a copy of a weight in int8 is in full precision, and so are the rows that it is multiplied by. The error is at most that of the
+    /// format, but the result depends on whether memory was free.
     Always,
 }
 

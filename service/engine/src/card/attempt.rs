@@ -270,10 +270,12 @@ impl Card {
         }
         self.planned_ahead.truncate(PLANNED_JOBS - 1);
         self.planned_ahead.push_front(job.to_owned());
-        let stages = std::iter::once(&work.plan.name).chain(&work.later_stages);
-        let planned: Vec<Planned> = stages
-            .flat_map(|stage| model.planned(stage, &work.request))
-            .collect();
+        let of_stage = model.planned(&work.plan.name, &work.request);
+        let later = work.later_request.iter().flat_map(|request| {
+            let stages = work.later_stages.iter();
+            stages.flat_map(|stage| model.planned(stage, request))
+        });
+        let planned: Vec<Planned> = of_stage.into_iter().chain(later).collect();
         ops::make_plans(self.gpu.device(), &planned);
     }
 

@@ -258,6 +258,7 @@ impl Bench {
         let work = StageWork {
             components: components.collect(),
             later_stages: Vec::new(),
+            later_request: None,
             later: Vec::new(),
             plan,
             request,

@@ -62,6 +62,7 @@ pub(crate) fn stage(open: &OpenModel, rung: Rung) -> Work {
         plan: StagePlan::of("denoise", Role::Sample, names, vec![rung]),
         components: open.components.clone(),
         later_stages: Vec::new(),
+        later_request: None,
         later: Vec::new(),
         request: open.model.defaults(),
         values: Values::new(),

@@ -98,6 +98,31 @@ async fn an_order_names_the_components_that_its_job_needs_later() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_order_has_what_later_stages_read_of_the_request() {
+    let (queue, mut worker) = one_card().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    let mut later = Vec::new();
+    for _ in 0..3 {
+        let order = worker.order().await;
+        let Work::Stage(stage) = &order.work else { panic!() };
+        let size = stage
+            .later_request
+            .as_ref()
+            .and_then(|request| request.medium.size());
+        // A size is none of what the text encoder reads.
+        later.push((stage.later_stages.join(" "), size, stage.request.medium.size()));
+        worker.complete(&order);
+    }
+    end(&mut job).await.unwrap();
+    let whole = Some(later[1].2.expect("what is denoised has a size"));
+    assert_ne!(later[0].2, whole);
+    let (first, second) = ("decode denoise".to_owned(), "decode".to_owned());
+    assert_eq!(later[0], (first, whole, later[0].2));
+    assert_eq!(later[1], (second, whole, whole));
+    assert_eq!((&*later[2].0, later[2].1), ("", None));
+}
+
+#[tokio::test(start_paused = true)]
 async fn requested_patience_is_capped() {
     let (queue, mut worker) = one_card().await;
     worker.set_foreign(Bytes::gib(16));

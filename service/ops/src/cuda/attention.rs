@@ -59,7 +59,9 @@ fn by_cudnn(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out:
     let done = card
         .cudnn
         .with(device, |cudnn| match cudnn::in_tiles(cudnn, &shape)? {
-            Some(split) => by_parts(cudnn, &card, device, &split, &at),
+            Some(split) => by_parts(cudnn, &split, &at, |strip| {
+                add_parts(&card, device, &split, at.out, strip)
+            }),
             None => cudnn::attention(cudnn, &shape, &at),
         })?;
     Ok(done == Some(true))
@@ -85,14 +87,25 @@ struct PartsArguments {
 // SAFETY: plain data with C layout.
 unsafe impl DeviceRepr for PartsArguments {}
 
-/// Attends to the keys of whole tiles, then in strips of queries to the rest, and adds both. Returns `false` if an address
+/// A strip of queries whose attention to the keys after the whole tiles is computed.
+pub(super) struct Strip {
+    /// The first query that is added, of so many.
+    pub(super) added: usize,
+    pub(super) count: usize,
+    /// Address of its result `[heads, width]`, of the next after it, and so on.
+    pub(super) rest: u64,
+    /// Addresses of the logarithms of the sums of its row over the first keys, and over the others.
+    pub(super) sums: u64,
+    pub(super) rest_sums: u64,
+}
+
+/// Attends to the keys of whole tiles, then in strips of queries to the rest, and has both added. Returns `false` if an address
 /// is misaligned: nothing was enqueued then.
-fn by_parts(
+pub(super) fn by_parts(
     cudnn: &mut Cudnn,
-    card: &Card,
-    device: &CudaDevice,
     split: &InTiles,
     at: &AttentionAt,
+    mut add: impl FnMut(&Strip) -> Result<()>,
 ) -> Result<bool> {
     let InTiles { whole, rest, .. } = split;
     let workspace = cudnn::workspace(cudnn);
@@ -117,8 +130,6 @@ fn by_parts(
     {
         return Ok(false);
     }
-    let name = format!("add_parts_{}", kernel_dtype(whole.dtype)?);
-    let narrow = |number: usize| u32::try_from(number).map_err(Error::wrap);
     for (first, added) in split.strips() {
         let of_rest = AttentionAt {
             q: from(at.q, first * whole.q[1]),
@@ -131,28 +142,51 @@ fn by_parts(
         if !cudnn::attention(cudnn, rest, &of_rest)? {
             candle_core::bail!("a strip of an attention has no plan: {rest:?}");
         }
-        let (skipped, count) = (added - first, first + rest.queries - added);
-        let row = whole.heads * whole.width;
+        let skipped = added - first;
         let of_sums = |start: u64, query: usize| start + (query * size_of::<f32>()) as u64;
-        let arguments = PartsArguments {
-            out: from(at.out, added * whole.out[1]),
-            rest: from(workspace + split.rest_at as u64, skipped * row),
+        add(&Strip {
+            added,
+            count: first + rest.queries - added,
+            rest: from(of_rest.out, skipped * rest.out[1]),
             sums: of_sums(sums, added),
             rest_sums: of_sums(rest_sums, skipped),
-            row: whole.out[1] as u64,
-            added: narrow(count)?,
-            heads: narrow(whole.heads)?,
-            width: narrow(whole.width)?,
-            queries: narrow(whole.queries)?,
-            rest_queries: narrow(rest.queries)?,
-            unused: 0,
-        };
-        let grid = ((count * row / UNIT).div_ceil(THREADS), 1, 1);
-        // SAFETY: the structure mirrors `softmax.cuh`. The result has `count` rows of all heads, whose elements lie side by
-        // side, aligned to 16 bytes; the strip and both sums are in the workspace, by the dimensions of their plans.
-        unsafe { card.launch(&device.cuda_stream(), name.clone(), grid, THREADS, &arguments)? };
+        })?;
     }
     Ok(true)
+}
+
+/// Adds a strip to what its rows have of the first keys.
+fn add_parts(
+    card: &Card,
+    device: &CudaDevice,
+    InTiles { whole, rest, .. }: &InTiles,
+    out: u64,
+    strip: &Strip,
+) -> Result<()> {
+    let narrow = |number: usize| u32::try_from(number).map_err(Error::wrap);
+    let size = whole.dtype.size_in_bytes();
+    let arguments = PartsArguments {
+        out: out + (strip.added * whole.out[1] * size) as u64,
+        rest: strip.rest,
+        sums: strip.sums,
+        rest_sums: strip.rest_sums,
+        row: whole.out[1] as u64,
+        added: narrow(strip.count)?,
+        heads: narrow(whole.heads)?,
+        width: narrow(whole.width)?,
+        queries: narrow(whole.queries)?,
+        rest_queries: narrow(rest.queries)?,
+        unused: 0,
+    };
+    let grid = (
+        (strip.count * whole.heads * whole.width / UNIT).div_ceil(THREADS),
+        1,
+        1,
+    );
+    let name = format!("add_parts_{}", kernel_dtype(whole.dtype)?);
+    // SAFETY: the structure mirrors `softmax.cuh`. The result has `count` rows of all heads, whose elements lie side by
+    // side, aligned to 16 bytes; the strip and both sums are in the workspace, by the dimensions of their plans.
+    unsafe { card.launch(&device.cuda_stream(), name, grid, THREADS, &arguments) }
 }
 
 /// A tensor `[b, n, h, d]` for matrix products: an address, and strides in elements.

@@ -2,6 +2,7 @@
 // they are of.
 #pragma once
 #include "fp8.cuh"
+#include "softmax.cuh"
 
 namespace moored {
 
@@ -59,14 +60,17 @@ __device__ inline void codes_in_rows(const CodesArguments& a) {
     // Weights are at most 1. A power of two, so that their scale costs no digit.
     constexpr float WEIGHT_SCALE = 256.0f;
     constexpr unsigned APART = 4;
+    // A step of 0 would make cuDNN's result no number. What is smaller becomes 0.
+    constexpr float NEGLIGIBLE = 1e-20f;
     const CodesTask task(a);
-    const float scale = __uint_as_float(a.greatest[blockIdx.y]) / E4m3Codes::MOST;
+    const float greatest = __uint_as_float(a.greatest[blockIdx.y]);
+    const float scale = greatest < NEGLIGIBLE ? 1.0f : greatest / E4m3Codes::MOST;
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         a.scales[blockIdx.y * APART] = scale;
         if (blockIdx.y == 2) {
             a.scales[3 * APART] = WEIGHT_SCALE;
             a.scales[4 * APART] = 1.0f / WEIGHT_SCALE;
-            a.scales[5 * APART] = factor_of(scale);
+            a.scales[5 * APART] = 1.0f / scale;
         }
     }
     if (blockIdx.x >= a.batch * task.tokens) return;
@@ -75,7 +79,7 @@ __device__ inline void codes_in_rows(const CodesArguments& a) {
     float numbers[UNIT];
     read_unit<true>(row, at, task.columns, numbers);
     __syncthreads();
-    if (at < task.columns) E4m3Codes::write(numbers, factor_of(scale), reinterpret_cast<uint8_t*>(row) + at);
+    if (at < task.columns) E4m3Codes::write(numbers, 1.0f / scale, reinterpret_cast<uint8_t*>(row) + at);
 }
 
 // Mirrors the struct in `cuda/attention_in_fp8.rs`.
@@ -83,8 +87,21 @@ struct NumbersArguments {
     void* x;
     unsigned long long batch_stride, token_stride;
     const float* step;
-    unsigned tokens, columns;
+    const uint8_t* rest;    // codes [tokens, columns] over the last keys, with the logarithms of the sums of rows over the first keys
+    const float* sums;      // and the last, from a head to the next `queries` and `rest_queries`; or null
+    const float* rest_sums;
+    unsigned tokens, columns, width, queries, rest_queries, unused;
 };
+
+__device__ inline void read_codes(const uint8_t* codes, float factor, float numbers[UNIT]) {
+    __nv_fp8x2_storage_t pairs[UNIT / 2];
+    load<uint2>(codes, pairs);
+    for (unsigned i = 0; i < UNIT; i += 2) {
+        const __half2_raw both = __nv_cvt_fp8x2_to_halfraw2(pairs[i / 2], __NV_E4M3);
+        const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&both));
+        numbers[i] = pair.x * factor, numbers[i + 1] = pair.y * factor;
+    }
+}
 
 // A block has a row: all of its codes, which lie at its end, are read before the numbers are written.
 template <class T>
@@ -95,14 +112,16 @@ __device__ inline void numbers_in_rows(const NumbersArguments& a) {
     const bool is_there = at < a.columns;
     const float step = *a.step;
     float numbers[UNIT];
-    if (is_there) {
-        __nv_fp8x2_storage_t pairs[UNIT / 2];
-        load<uint2>(codes + at, pairs);
-        for (unsigned i = 0; i < UNIT; i += 2) {
-            const __half2_raw both = __nv_cvt_fp8x2_to_halfraw2(pairs[i / 2], __NV_E4M3);
-            const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&both));
-            numbers[i] = pair.x * step, numbers[i + 1] = pair.y * step;
-        }
+    if (is_there && a.rest) {
+        const unsigned head = at / a.width;
+        const Shares shares(a.sums[static_cast<size_t>(head) * a.queries + blockIdx.x],
+                            a.rest_sums[static_cast<size_t>(head) * a.rest_queries + blockIdx.x]);
+        float rest[UNIT];
+        read_codes(codes + at, step * shares.first, numbers);
+        read_codes(a.rest + static_cast<size_t>(blockIdx.x) * a.columns + at, step * shares.second, rest);
+        for (unsigned i = 0; i < UNIT; i++) numbers[i] += rest[i];
+    } else if (is_there) {
+        read_codes(codes + at, step, numbers);
     }
     __syncthreads();
     if (is_there) write_wide(numbers, row + at);

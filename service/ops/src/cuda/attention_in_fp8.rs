@@ -6,6 +6,7 @@ use candle_core::{Error, Result, Tensor};
 use cudarc::driver::DeviceRepr;
 use cudarc::driver::result::memset_d8_async;
 
+use super::attention::by_parts;
 use super::{ALIGNMENT, Card, UNIT, address_of, kernel_dtype};
 use crate::cudnn::{self, AttentionAt, FP8_SCALE_BYTES, Fp8Scales};
 use crate::planned::{AttentionShape, uses_cudnn_in};
@@ -52,8 +53,16 @@ struct NumbersArguments {
     token_stride: u64,
     /// Address of the step of the result's codes: that of the values.
     step: u64,
+    /// Codes over the last keys, and logarithms of the sums of rows over the first keys and the last; 0 without.
+    rest: u64,
+    sums: u64,
+    rest_sums: u64,
     tokens: u32,
     columns: u32,
+    width: u32,
+    queries: u32,
+    rest_queries: u32,
+    unused: u32,
 }
 
 // SAFETY: plain data with C layout.
@@ -95,7 +104,8 @@ pub(crate) fn attention_in_fp8(
     // A block of the second kernel has a row of codes.
     let threads = |columns: usize| columns.div_ceil(UNIT).next_multiple_of(WARP);
     let done = card.cudnn.with(device, |cudnn| {
-        let Some(scales) = cudnn::fp8_scales(cudnn, shape, SCALES_BYTES + GREATEST_BYTES)? else {
+        let found = cudnn::in_fp8(cudnn, shape, SCALES_BYTES + GREATEST_BYTES)?;
+        let Some((scales, split)) = found else {
             return Ok(false);
         };
         let arguments = CodesArguments {
@@ -133,21 +143,49 @@ pub(crate) fn attention_in_fp8(
             fp8_scales: Some(scales),
             scale: scale as f32,
         };
-        if !cudnn::attention(cudnn, shape, &at)? {
-            candle_core::bail!("attention in e4m3 lost its plan: {shape:?}");
-        }
         let arguments = NumbersArguments {
             x: to,
             batch_stride: shape.out[0] as u64,
             token_stride: shape.out[1] as u64,
             step: scales + Fp8Scales::ValueStep as u64 * FP8_SCALE_BYTES,
+            rest: 0,
+            sums: 0,
+            rest_sums: 0,
             tokens: narrow(shape.queries)?,
             columns: narrow(columns[0])?,
+            width: narrow(shape.width)?,
+            queries: narrow(shape.queries)?,
+            rest_queries: 0,
+            unused: 0,
         };
-        let name = format!("numbers_in_rows_{dtype}");
-        let rows = (shape.batch * shape.queries, 1, 1);
-        // SAFETY: as above; the step was written by the kernel of the codes.
-        unsafe { card.launch(&stream, name, rows, threads(columns[0]), &arguments)? };
+        let numbers_in_rows = |rows: usize, arguments: &NumbersArguments| {
+            let name = format!("numbers_in_rows_{dtype}");
+            // SAFETY: as above; the step was written by the kernel of the codes. A strip and the sums are in the workspace, by the
+            // dimensions of their plans.
+            unsafe { card.launch(&stream, name, (rows, 1, 1), threads(columns[0]), arguments) }
+        };
+        let is_computed = match split {
+            None => {
+                let is_computed = cudnn::attention(cudnn, shape, &at)?;
+                numbers_in_rows(shape.batch * shape.queries, &arguments)?;
+                is_computed
+            }
+            Some(split) => by_parts(cudnn, &split, &at, |strip| {
+                let of_strip = NumbersArguments {
+                    x: to + (strip.added * shape.out[1] * size) as u64,
+                    rest: strip.rest,
+                    sums: strip.sums,
+                    rest_sums: strip.rest_sums,
+                    tokens: narrow(strip.count)?,
+                    rest_queries: narrow(split.rest.queries)?,
+                    ..arguments
+                };
+                numbers_in_rows(strip.count, &of_strip)
+            })?,
+        };
+        if !is_computed {
+            candle_core::bail!("attention in e4m3 lost its plan: {shape:?}");
+        }
         Ok(true)
     })?;
     if done != Some(true) {

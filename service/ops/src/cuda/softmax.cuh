@@ -122,6 +122,14 @@ struct PartsArguments {
     unsigned added, heads, width, queries, rest_queries, unused;
 };
 
+// The shares of two parts of the keys in the sum of a row, from the logarithms of their sums.
+struct Shares {
+    float first, second;
+
+    __device__ Shares(float of_first, float of_second)
+        : first(1.0f / (1.0f + expf(of_second - of_first))), second(1.0f / (1.0f + expf(of_first - of_second))) {}
+};
+
 // Adds the parts of a row by their shares in its sum.
 template <class T>
 __device__ inline void add_parts(const PartsArguments& a) {
@@ -129,14 +137,13 @@ __device__ inline void add_parts(const PartsArguments& a) {
     const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
     const unsigned query = i / units, at = i % units * UNIT, head = at / a.width;
     if (query >= a.added) return;
-    const float apart = a.rest_sums[static_cast<size_t>(head) * a.rest_queries + query] -
-                        a.sums[static_cast<size_t>(head) * a.queries + query];
-    const float share = 1.0f / (1.0f + expf(apart)), other = 1.0f / (1.0f + expf(-apart));
+    const Shares shares(a.sums[static_cast<size_t>(head) * a.queries + query],
+                        a.rest_sums[static_cast<size_t>(head) * a.rest_queries + query]);
     T* out = static_cast<T*>(a.out) + query * a.row + at;
     float numbers[UNIT], rest[UNIT];
     read_wide(out, numbers);
     read_wide(static_cast<const T*>(a.rest) + static_cast<size_t>(query) * a.heads * a.width + at, rest);
-    for (unsigned n = 0; n < UNIT; n++) numbers[n] = share * numbers[n] + other * rest[n];
+    for (unsigned n = 0; n < UNIT; n++) numbers[n] = shares.first * numbers[n] + shares.second * rest[n];
     write_wide(numbers, out);
 }
 

@@ -9,7 +9,7 @@ use candle_core::{CudaDevice, Error, Result};
 use cudarc::driver::{CudaContext, CudaStream, result};
 use gpu::Timeline;
 
-use super::attention::{FP8_SCALE_BYTES, Fp8Scales, Scalars, number};
+use super::attention::{Fp8Scales, Scalars, number};
 use super::graph::ALIGNMENT;
 use super::in_tiles::InTiles;
 use super::plan::{CompileTarget, Plan};
@@ -327,18 +327,28 @@ pub(crate) fn in_tiles(cudnn: &mut Cudnn, shape: &AttentionShape) -> Result<Opti
     Ok(Some(split))
 }
 
-/// Where the workspace has so many bytes for the scales of an attention in e4m3, beside what its plan takes; `None` where it has no plan.
+/// How an attention in e4m3 is computed: the address of so many bytes for its scales, and its two parts if it has some. `None` where it
+/// has no plan.
 ///
 /// # Errors
 /// When the card fails.
-pub(crate) fn fp8_scales(cudnn: &mut Cudnn, shape: &AttentionShape, bytes: usize) -> Result<Option<u64>> {
-    cudnn.context.bind_to_thread().w()?;
-    make_room(&mut cudnn.attentions, shape, &cudnn.stream)?;
-    let plan = cudnn.attentions.plan(&cudnn.maker, &cudnn.ahead, shape);
-    let plan = plan.map_err(failed)?;
-    let at = plan.map(|plan| plan.workspace().next_multiple_of(FP8_SCALE_BYTES as usize));
-    let at = at.filter(|at| at + bytes <= WORKSPACE_BYTES);
-    Ok(at.map(|at| cudnn.workspace + at as u64))
+pub(crate) fn in_fp8(
+    cudnn: &mut Cudnn,
+    shape: &AttentionShape,
+    bytes: usize,
+) -> Result<Option<(u64, Option<InTiles>)>> {
+    let split = in_tiles(cudnn, shape)?;
+    if split.is_none() {
+        cudnn.context.bind_to_thread().w()?;
+        make_room(&mut cudnn.attentions, shape, &cudnn.stream)?;
+        let plan = cudnn.attentions.plan(&cudnn.maker, &cudnn.ahead, shape);
+        let plan = plan.map_err(failed)?;
+        if !plan.is_some_and(|plan| InTiles::leaves_room(plan.workspace())) {
+            return Ok(None);
+        }
+    }
+    let at = InTiles::scales_at(bytes);
+    Ok(at.map(|at| (cudnn.workspace + at as u64, split)))
 }
 
 /// The workspace of all plans, [`WORKSPACE_BYTES`], of which a plan has the beginning.

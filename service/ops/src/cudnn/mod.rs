@@ -43,7 +43,7 @@ use crate::planned::{AttentionShape, Planned, uses_cudnn_in};
 #[cfg(feature = "cuda")]
 pub(crate) use attention::{AttentionAt, FP8_SCALE_BYTES, Fp8Scales};
 #[cfg(feature = "cuda")]
-pub(crate) use card::{Cudnn, OfCard, attention, convolve, fp8_scales, in_tiles, make_plans, workspace};
+pub(crate) use card::{Cudnn, OfCard, attention, convolve, in_fp8, in_tiles, make_plans, workspace};
 #[cfg(feature = "cuda")]
 pub(crate) use convolution::ConvolutionAt;
 #[cfg(feature = "cuda")]

@@ -44,10 +44,10 @@ impl Kind {
         let is_int8 = format.is_some_and(|format| ops::int8_rotation(format).is_some());
         let is_asked = match copies {
             AdapterCopies::Never => false,
-            AdapterCopies::Exact => kind == Kind::Numbers,
+            AdapterCopies::Exact => kind == Kind::Numbers && !is_int8,
             AdapterCopies::Always => true,
         };
-        (is_asked && !shifts && !is_int8 && ops::adapts_weight(shape, rows)).then_some(kind)
+        (is_asked && !shifts && ops::adapts_weight(shape, rows)).then_some(kind)
     }
 }
 

@@ -372,6 +372,7 @@ impl Core {
         Ok(Work::Stage(Box::new(StageWork {
             plan,
             components: need.components.clone(),
+            later_request: (!later_stages.is_empty()).then(|| run.request.without_media_data()),
             later_stages,
             later: need.later.clone(),
             request,

@@ -96,6 +96,7 @@ pub(in crate::process) fn stage(medium: Medium) -> StageWork {
         },
         components: vec![component("transformer"), component("vae")],
         later_stages: vec!["decode".to_owned()],
+        later_request: Some(Request::of(Medium::Image(Image::of(48, 16)), 28, 3.5, 512)),
         later: vec![ComponentId::new("blake3:cd#vae@BF16")],
         request: Request {
             prompt: "Türme im Nebel, 霧".to_owned(),
