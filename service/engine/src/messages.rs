@@ -52,6 +52,8 @@ pub struct Order {
     /// Stages of other jobs that are run in the same passes of the model, in the memory of the order's own. Each has its own
     /// progress and its own end, before that of the order.
     pub sharing: Vec<Sharing>,
+    /// It was sent while the worker still had another order, and begins when that has ended.
+    pub is_ahead: bool,
 }
 
 impl Order {

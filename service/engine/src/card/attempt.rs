@@ -69,6 +69,11 @@ impl Card {
             ticket: order.ticket,
             progress: Progress::Begun,
         });
+        // So that the supervisor knows of it, whatever the order does to this process. Of an order that was sent ahead it may not
+        // know: the card does not wait for the frames of the order before. After a death none is sent ahead for the jobs of both.
+        if !order.is_ahead {
+            link.flush();
+        }
         let outcomes = match self.attempt(order, &need, link) {
             Ok(outcomes) => outcomes,
             Err(Halt::With(outcome)) => vec![*outcome; 1 + order.sharing.len()],

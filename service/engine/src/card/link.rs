@@ -7,10 +7,12 @@ use residency::{Bytes, Millis};
 
 use crate::messages::{Event, Ticket};
 
-/// Receives a card's events. Calls must not block, but for [`Link::wait_until_taken`].
+/// Receives a card's events. Calls must not block, but for [`Link::flush`] and [`Link::wait_until_taken`].
 pub trait Link {
     /// Sends an event.
     fn emit(&mut self, event: Event);
+    /// Waits until the supervisor will hear of what was sent, whatever happens to this process.
+    fn flush(&mut self) {}
     /// Whether this attempt is cancelled. Polled frequently.
     fn cancelled(&self, ticket: Ticket) -> bool;
     /// Waits while an attempt that has delivered pieces of so many bytes has to ([`must_wait`](crate::messages::must_wait)) and is not

@@ -28,7 +28,7 @@ use residency::{Bytes, Ledger, Millis};
 use crate::messages::{Command, Event};
 
 pub use link::{Clock, Faults, Link, ProcessFaults, SystemClock};
-pub use thread::{CardCommands, CardThread, ThreadEnd, spawn};
+pub use thread::{CardCommands, CardThread, Events, ThreadEnd, spawn};
 
 use models::Models;
 use moves::MoveError;

@@ -71,14 +71,27 @@ impl Orders {
     }
 }
 
-/// Starts a thread and creates the card on it: no object of a card crosses threads. `events` is called on that thread
-/// and must not block.
+/// Where the events of a card's thread go.
+pub trait Events: Send + 'static {
+    /// Sends an event. Must not block.
+    fn send(&self, event: Event);
+    /// Waits until what was sent is on its way, whatever happens to this process.
+    fn flush(&self) {}
+}
+
+impl<F: Fn(Event) + Send + 'static> Events for F {
+    fn send(&self, event: Event) {
+        self(event);
+    }
+}
+
+/// Starts a thread and creates the card on it: no object of a card crosses threads. `events` is used on that thread.
 ///
 /// # Errors
 /// When the system cannot start a thread.
 pub fn spawn(
     card: impl FnOnce() -> Result<Card, CardError> + Send + 'static,
-    events: impl Fn(Event) + Send + 'static,
+    events: impl Events,
 ) -> std::io::Result<CardThread> {
     let (sender, receiver) = channel();
     let orders = Orders::default();
@@ -172,17 +185,21 @@ fn serve(mut card: Card, commands: &Receiver<Command>, link: &mut dyn Link) -> T
 }
 
 /// Forwards events out of the thread.
-struct ThreadLink<F> {
-    events: F,
+struct ThreadLink<E> {
+    events: E,
     orders: Orders,
 }
 
-impl<F: Fn(Event)> Link for ThreadLink<F> {
+impl<E: Events> Link for ThreadLink<E> {
     fn emit(&mut self, event: Event) {
         if let Event::Finished { ticket, .. } = &event {
             self.orders.lock().remove(ticket);
         }
-        (self.events)(event);
+        self.events.send(event);
+    }
+
+    fn flush(&mut self) {
+        self.events.flush();
     }
 
     fn cancelled(&self, ticket: Ticket) -> bool {
@@ -224,7 +241,7 @@ mod tests {
             };
             let waiting = std::thread::spawn(move || {
                 let mut link = ThreadLink {
-                    events: |_| {},
+                    events: |_: Event| {},
                     orders,
                 };
                 link.wait_until_taken(ticket, Bytes::mib(1));

@@ -1,4 +1,4 @@
-//! A card as the queue sees it: its worker's generation, its last ledger, and the one order in flight.
+//! A card as the queue sees it: its worker's generation, its last ledger, the order in flight, and the one that was sent ahead.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -41,6 +41,7 @@ pub(super) struct InFlight {
     /// How many jobs it was sent for.
     pub(super) jobs: u32,
     pub(super) need: Need,
+    /// When it was sent, or, if it was sent ahead, when the order before it ended.
     pub(super) sent: Instant,
     /// Whether the worker has reported on it.
     pub(super) has_begun: bool,
@@ -207,6 +208,8 @@ pub(super) struct CardRecord {
     /// How many ledgers it has published.
     pub(super) snapshots: u64,
     pub(super) in_flight: Option<InFlight>,
+    /// The order that waits in the worker until the one in flight has ended. There is none without that one.
+    pub(super) ahead: Option<InFlight>,
     pub(super) pending_requests: BTreeMap<u64, PendingRequest>,
     pub(super) request_pending_since: Option<Instant>,
     recycled: bool,
@@ -239,6 +242,7 @@ impl CardRecord {
             taken_at_start: (Bytes::ZERO, Bytes::ZERO),
             snapshots: 0,
             in_flight: None,
+            ahead: None,
             pending_requests: BTreeMap::new(),
             request_pending_since: None,
             recycled: false,
@@ -394,9 +398,38 @@ impl CardRecord {
             .after(now.duration_since(self.ledger_at).as_millis() as u64)
     }
 
-    pub(super) fn order(&mut self, order: Order, in_flight: InFlight) {
-        self.in_flight = Some(in_flight);
+    /// Sends an order to the worker: behind the order in flight where there is one.
+    pub(super) fn order(&mut self, mut order: Order, in_flight: InFlight) {
+        order.is_ahead = self.in_flight.is_some();
+        match order.is_ahead {
+            true => self.ahead = Some(in_flight),
+            false => self.in_flight = Some(in_flight),
+        }
         self.send(Command::Run(Box::new(order)));
+    }
+
+    /// The order behind which its worker may be sent another, where it may: it has nothing else to do.
+    pub(super) fn takes_ahead(&self) -> Option<&InFlight> {
+        let has_more = self.ahead.is_some() || !self.pending_requests.is_empty() || !self.restore.is_empty();
+        let ends = self.recycled || self.is_retiring() || !self.is_ready();
+        let running = self.in_flight.as_ref().filter(|_| !has_more && !ends);
+        running.filter(|running| running.cancelled.is_none())
+    }
+
+    /// The orders of its worker, the one in flight first.
+    pub(super) fn orders(&self) -> impl Iterator<Item = &InFlight> {
+        self.in_flight.iter().chain(&self.ahead)
+    }
+
+    /// The order in flight, if its own stage has this ticket, as it has ended: the one that was sent ahead is in flight from now on.
+    pub(super) fn take_ended(&mut self, ticket: Ticket, now: Instant) -> Option<InFlight> {
+        let ended = self.in_flight.take_if(|running| running.ticket == ticket)?;
+        self.in_flight = self.ahead.take().map(|ahead| InFlight {
+            sent: now,
+            last_report: now,
+            ..ahead
+        });
+        Some(ended)
     }
 
     /// Takes the pieces that the running stage has delivered, where they are so many that it may wait for that.
@@ -418,11 +451,13 @@ impl CardRecord {
     /// Asks the worker to stop the stage of a job. If several jobs share its passes, the worker continues with the
     /// others.
     pub(super) fn cancel(&mut self, job: &JobId) {
-        let running = self
-            .in_flight
-            .as_ref()
-            .filter(|running| running.cancelled.is_none());
-        if let Some(ticket) = running.and_then(|running| running.ticket_of(job)) {
+        let mut tickets = self
+            .orders()
+            .filter(|order| order.cancelled.is_none())
+            .filter_map(|order| order.ticket_of(job));
+        let ticket = tickets.next();
+        drop(tickets);
+        if let Some(ticket) = ticket {
             self.send(Command::Cancel(ticket));
         }
     }
@@ -505,10 +540,16 @@ impl CardRecord {
             Health::Restarting { until } => {
                 STARTING_SECONDS + until.saturating_duration_since(now).as_secs_f64()
             }
-            Health::Ready => self.in_flight.as_ref().map_or(0.0, |running| {
-                let gone = now.duration_since(running.sent).as_secs_f64();
-                (running.expected_ms / 1000.0 - gone).max(0.0)
-            }),
+            Health::Ready => {
+                let left = self.in_flight.as_ref().map_or(0.0, |running| {
+                    let gone = now.duration_since(running.sent).as_secs_f64();
+                    (running.expected_ms / 1000.0 - gone).max(0.0)
+                });
+                left + self
+                    .ahead
+                    .as_ref()
+                    .map_or(0.0, |ahead| ahead.expected_ms / 1000.0)
+            }
         }
     }
 }

@@ -15,6 +15,7 @@
 
 #![cfg_attr(not(test), warn(clippy::disallowed_methods))] // it runs on the async runtime
 
+mod ahead;
 mod cards;
 mod claims;
 mod core;

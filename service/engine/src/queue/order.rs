@@ -85,7 +85,7 @@ impl View<'_> {
     }
 
     fn running_ms(&self, are_meant: impl Fn(&JobOptions) -> bool) -> f64 {
-        let running = self.cards.iter().filter_map(|card| card.in_flight.as_ref());
+        let running = self.cards.iter().flat_map(|card| card.orders());
         let credit = running.filter_map(|running| {
             let job = self.jobs.get(running.job.as_ref()?)?;
             are_meant(&job.options).then(|| running.expected_ms / job.options.priority.weight())

@@ -50,7 +50,7 @@ impl View<'_> {
     }
 
     /// How the stage that a job would run next on a card shares passes.
-    fn next_shared<'j>(&self, job: &'j JobRecord, card: usize) -> Option<&'j model::SharedPass> {
+    pub(super) fn next_shared<'j>(&self, job: &'j JobRecord, card: usize) -> Option<&'j model::SharedPass> {
         let dtype = &self.cards[card].description.compute_dtype;
         job.shared_pass(self.next_step(job, dtype))
     }

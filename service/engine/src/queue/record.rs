@@ -93,6 +93,8 @@ pub(super) struct Attempt {
     pub(super) deaths_before: u32,
     /// It shares no passes, since it failed in a shared one.
     pub(super) alone: bool,
+    /// It has let a pass of jobs that it shared one with go first.
+    pub(super) yielded: bool,
 }
 
 /// Patience for the next step.
@@ -234,6 +236,11 @@ impl JobRecord {
     /// How the step at `index` shares passes with stages of other jobs.
     pub(super) fn shared_pass(&self, index: usize) -> Option<&SharedPass> {
         self.stage(*self.steps.get(index)?)?.shared.as_ref()
+    }
+
+    /// Whether it is sampled in rounds, which may share passes: it gives up its card between them.
+    pub(super) fn is_in_rounds(&self) -> bool {
+        (0..self.steps.len()).any(|index| self.shared_pass(index).is_some())
     }
 
     /// The name of a step.

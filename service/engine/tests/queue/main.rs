@@ -1,6 +1,7 @@
 //! The queue with scripted workers, in paused time.
 #![allow(unreachable_pub, clippy::unwrap_used, clippy::expect_used)] // a test binary of several files
 
+mod ahead;
 mod bounds;
 mod encoding;
 mod faults;

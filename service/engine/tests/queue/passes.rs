@@ -15,14 +15,14 @@ use crate::worker::{
 };
 
 /// A picture that is sampled in as many rounds as slots.
-fn in_rounds(slots: u32, client: &str, prompt: &str) -> JobSpec {
+pub fn in_rounds(slots: u32, client: &str, prompt: &str) -> JobSpec {
     let mut spec = picture("a", client, prompt);
     run_of(&mut spec).request.slots = slots;
     spec
 }
 
 /// The jobs of an order, with the round that each is in, from 1.
-fn rounds(order: &Order) -> Vec<(String, usize)> {
+pub fn rounds(order: &Order) -> Vec<(String, usize)> {
     let round = |gives: &[String]| match gives[0].strip_prefix("state_") {
         Some(round) => round.parse().unwrap(),
         None => 9, // the last

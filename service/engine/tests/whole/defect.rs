@@ -33,7 +33,7 @@ pub(crate) enum Invariant {
     AccountsAddUp,
     /// An idle card holds exactly the bytes of its ledger.
     LedgerEqualsCard,
-    /// A worker has one order at a time, and no ticket is reused.
+    /// A worker has one order at a time, and at most one more that was sent ahead, and no ticket is reused.
     OneOrderAtATime,
     /// Pinned components are not evicted.
     PinnedComponentsStay,

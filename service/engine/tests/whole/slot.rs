@@ -101,6 +101,8 @@ pub(crate) struct Slot {
     inbox: VecDeque<Command>,
     /// The order that the worker has not answered.
     order: Option<Order>,
+    /// The order that waits in the worker until it has answered that one.
+    ahead: Option<Order>,
     tickets: BTreeSet<Ticket>,
     /// Pins that the worker knows, by entry.
     pins: Vec<(String, Vec<ComponentId>)>,
@@ -135,6 +137,7 @@ impl Slot {
             back_off_ms: 100,
             inbox: VecDeque::new(),
             order: None,
+            ahead: None,
             tickets: BTreeSet::new(),
             pins: Vec::new(),
             ledger: None,
@@ -172,9 +175,9 @@ impl Slot {
                 }
                 Command::Run(order) => {
                     if self.defect == Defect::OrdersTwice {
-                        self.take(order.clone())?;
+                        self.take(order.clone(), records)?;
                     }
-                    self.take(order)?;
+                    self.take(order, records)?;
                 }
                 other if self.process.is_some() => self.inbox.push_back(other),
                 _ => {}
@@ -184,7 +187,7 @@ impl Slot {
     }
 
     /// Takes an order, which is lost if there is no worker.
-    fn take(&mut self, order: Box<Order>) -> Result<(), Broken> {
+    fn take(&mut self, order: Box<Order>, records: &mut Records) -> Result<(), Broken> {
         if let Some(used) = order.tickets().find(|ticket| !self.tickets.insert(*ticket)) {
             let what = format!("{used:?} was used before");
             return Err((Invariant::OneOrderAtATime, what));
@@ -194,12 +197,19 @@ impl Slot {
         }
         // A worker that is considered dead is not asked for its state.
         if let Some(other) = &self.order
+            && (!order.is_ahead || self.ahead.is_some())
             && !self.defect.accepts_stale_answers()
         {
             let what = format!("{:?} while {:?} is with it", order.ticket, other.ticket);
             return Err((Invariant::OneOrderAtATime, what));
         }
-        self.order = Some((*order).clone());
+        match order.is_ahead && self.order.is_some() {
+            true => {
+                records.note("an order was sent ahead");
+                self.ahead = Some((*order).clone());
+            }
+            false => self.order = Some((*order).clone()),
+        }
         self.inbox.push_back(Command::Run(order));
         Ok(())
     }
@@ -401,14 +411,17 @@ impl Slot {
             return;
         }
         self.inbox.clear();
-        // The answer that it would have sent to its order.
-        if let Some(order) = self.order.take()
-            && let Some(outcome) = self.invented(&order)
-        {
-            self.remember(Event::Finished {
-                ticket: order.ticket,
-                outcome,
-            });
+        if self.ahead.is_some() {
+            records.note("died with an order that waited");
+        }
+        // The answers that it would have sent to its orders.
+        for order in self.order.take().into_iter().chain(self.ahead.take()) {
+            if let Some(outcome) = self.invented(&order) {
+                self.remember(Event::Finished {
+                    ticket: order.ticket,
+                    outcome,
+                });
+            }
         }
         self.signal(Signal::Lost {
             reason: why.to_owned(),
@@ -527,6 +540,7 @@ impl Slot {
                         let what = format!("{ticket:?} was answered, which nobody waits for");
                         return Err((Invariant::OneOrderAtATime, what));
                     };
+                    self.order = self.ahead.take();
                     records.note(name_of(outcome));
                     if !order.sharing.is_empty() && !self.defect.accepts_stale_answers() {
                         let what = format!("{ticket:?} was answered before those that share its passes");

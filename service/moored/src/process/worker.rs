@@ -8,9 +8,10 @@ use std::path::Path;
 use std::sync::mpsc;
 
 use engine::card::{
-    Card, CardCommands, CardError, CardSettings, CardThread, Faults, ProcessFaults, SystemClock, ThreadEnd,
+    Card, CardCommands, CardError, CardSettings, CardThread, Events, Faults, ProcessFaults, SystemClock,
+    ThreadEnd,
 };
-use engine::messages::{Event, Progress};
+use engine::messages::Event;
 use gpu::{DeviceSpec, GpuError, OpenError, Timeline};
 
 use super::confinement::{self, Confinement, Strictness, tries};
@@ -190,7 +191,8 @@ enum Frame {
     Flush(mpsc::Sender<()>),
 }
 
-/// Frames leave through a thread of their own, so that the card thread waits for the pipe at the beginning of an order alone.
+/// Frames leave through a thread of their own, so that the card thread waits for the pipe alone at the beginning of an order that
+/// was not sent ahead.
 fn start_writer(pipe: File) -> mpsc::Sender<Frame> {
     let (sender, receiver) = mpsc::channel::<Frame>();
     std::thread::spawn(move || {
@@ -256,18 +258,18 @@ fn start_card(configuration: Configuration, events: mpsc::Sender<Frame>) -> Resu
         let card = Card::new(gpu, pipelines::families(), settings, Box::new(SystemClock::new()))?;
         Ok(card.with_faults(Box::new(WorkerFaults(confinement))))
     };
-    let emit = move |event| {
-        let begins = matches!(
-            event,
-            Event::Progress {
-                progress: Progress::Begun,
-                ..
-            }
-        );
-        let _ = events.send(Frame::Of(Box::new(FromWorker::Event(event)))); // the writer ends the process when the pipe is gone
-        if begins {
-            flush(&events); // so that the supervisor knows of it, whatever the order does to this process
-        }
-    };
-    Ok(engine::card::spawn(open, emit)?)
+    Ok(engine::card::spawn(open, ToSupervisor(events))?)
+}
+
+/// Passes the events of the card's thread to the writer.
+struct ToSupervisor(mpsc::Sender<Frame>);
+
+impl Events for ToSupervisor {
+    fn send(&self, event: Event) {
+        let _ = self.0.send(Frame::Of(Box::new(FromWorker::Event(event)))); // the writer ends the process when the pipe is gone
+    }
+
+    fn flush(&self) {
+        flush(&self.0);
+    }
 }

@@ -27,6 +27,7 @@ impl Core {
         while let Some(decision) = pass.next(&self.view(now)) {
             self.carry_out(decision, now);
         }
+        self.send_ahead(now);
         for (id, position, estimate) in self.view(now).changed_positions(pass.order()) {
             if let Some(job) = self.jobs.get_mut(&id)
                 && let State::Queued { position: told, .. } = &mut job.state
@@ -101,10 +102,31 @@ impl Core {
                 headroom: Bytes::ZERO,
                 components: need.model.clone(),
                 sharing: Vec::new(),
+                is_ahead: false,
             };
             let in_flight = InFlight::new(order.ticket, None, &entry.key, need, 1000.0, now);
             self.cards[index].order(order, in_flight);
         }
+    }
+
+    /// Sends workers that are about to have nothing to do the order that they begin next.
+    fn send_ahead(&mut self, now: Instant) {
+        for index in 0..self.cards.len() {
+            if let Some((id, pass)) = self.view(now).next_ahead(index) {
+                let starts = self.yielding(id, pass);
+                self.start(&starts, index, false, now);
+            }
+        }
+    }
+
+    /// Which of two jobs starts: the one whose pass goes before the first, if there is one. The first yields to passes once.
+    fn yielding(&mut self, id: JobId, pass: Option<JobId>) -> JobId {
+        if pass.is_some()
+            && let Some(job) = self.jobs.get_mut(&id)
+        {
+            job.attempt.yielded = true;
+        }
+        pass.unwrap_or(id)
     }
 
     /// A job that runs keeps its card for its next stage, unless that has to wait.
@@ -123,7 +145,13 @@ impl Core {
             let view = self.view(now);
             let starts = view.jobs.get(&id).filter(|_| view.cards[index].is_free());
             if let Some(low_memory) = starts.and_then(|job| view.starts_on(job, index)) {
-                self.start(&id, index, low_memory, now);
+                match view.pass_before(&id, index) {
+                    Some(pass) => {
+                        let pass = self.yielding(id, Some(pass));
+                        self.start(&pass, index, false, now);
+                    }
+                    None => self.start(&id, index, low_memory, now),
+                }
             }
         }
     }
@@ -245,6 +273,7 @@ impl Core {
             headroom,
             components: need.model.clone(),
             sharing: sharing.into_iter().map(|(_, sharing)| sharing).collect(),
+            is_ahead: false,
         };
         let Some(job) = self.jobs.get_mut(id) else { return };
         job.run_on(index, now);

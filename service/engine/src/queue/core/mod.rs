@@ -281,7 +281,7 @@ impl Core {
         let (cards, jobs) = (|| self.cards.iter(), || self.jobs.values());
         vec![
             ("jobs", self.jobs.len()),
-            ("orders", cards().filter(|card| card.in_flight.is_some()).count()),
+            ("orders", cards().map(|card| card.orders().count()).sum()),
             (
                 "pending_requests",
                 cards().map(|card| card.pending_requests.len()).sum(),

@@ -180,7 +180,7 @@ impl Core {
 
     fn finished(&mut self, index: usize, ticket: Ticket, outcome: Outcome, now: Instant) {
         let card = &mut self.cards[index];
-        let ended = card.in_flight.take_if(|running| running.ticket == ticket);
+        let ended = card.take_ended(ticket, now);
         let is_whole = ended.is_some();
         let running = card.in_flight.as_mut();
         let Some(running) = ended.or_else(|| running.and_then(|running| running.share_of(ticket))) else {
@@ -542,7 +542,12 @@ impl Core {
         let is_asked_for = card.is_retiring();
         let residents: Vec<_> = card.ledger.residents().map(|r| r.component.clone()).collect();
         card.lost(generation, reason, restarts_in, headroom, now);
-        let running = card.in_flight.take();
+        let orders: Vec<InFlight> = card
+            .in_flight
+            .take()
+            .into_iter()
+            .chain(card.ahead.take())
+            .collect();
         let pending_requests = std::mem::take(&mut card.pending_requests);
         tracing::warn!(card = %card.description.id, generation, reason, "the worker is lost");
         self.settings.observers.tell(&Happening::WorkerLost {
@@ -571,9 +576,9 @@ impl Core {
             };
             self.answered(index, pending, answer, now);
         }
-        if let Some(running) = running {
-            for id in running.all_jobs() {
-                self.died_of(index, (id, &running), is_asked_for, reason, now);
+        for order in &orders {
+            for id in order.all_jobs() {
+                self.died_of(index, (id, order), is_asked_for, reason, now);
             }
         }
         for job in self

@@ -175,6 +175,7 @@ pub(in crate::process) fn order(work: Work) -> Command {
         headroom: Bytes::gib(2),
         components: Vec::new(),
         sharing: Vec::new(),
+        is_ahead: false,
     }))
 }
 
