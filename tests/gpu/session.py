@@ -3,11 +3,15 @@
     python tests/gpu/session.py --binary moored --work FOLDER --out session.json
 
 It needs the models that `sound.py --parts make` leaves in the folder. One line of JSON for each figure,
-and all of them in the file; `sound_rows.py` makes rows of them.
+and all of them in the file; `sound_rows.py` makes rows of them. `--parts adapters` times a pass of four
+segments with four different LoRAs beside one of four without, for segments of 10 s, 60 s and 240 s.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
+import struct
 import threading
 import time
 from functools import partial
@@ -15,12 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import moored
+import numpy as np
 from full_size import begin, bytes_of, command_line, guarded, run_parts, settled, tell
 from sound import LYRICS, MODEL, Service, track
 
 SECONDS = 10.0
 MINUTE = 60.0
 TWO_MINUTES = 120.0
+TOGETHER = 4
+RANK = 16
+SHARE = 1.10
+"""What a pass of four segments with LoRAs may take, of one of four without."""
 PROMPT = "a slow waltz for piano and strings"
 
 
@@ -166,6 +175,92 @@ def left(service: Service) -> None:
     tell("session: bytes left after 24 sessions", at_rest() - before, "bytes", who="moored")
 
 
+def linear_layers(transformer: Path) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the linear layers of the blocks of a transformer in a folder."""
+    found: dict[str, tuple[int, int]] = {}
+    for file in sorted(transformer.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length))
+        for name, tensor in header.items():
+            shape = tensor.get("shape", [])
+            if name.startswith("layers.") and name.endswith(".weight") and len(shape) == 2:
+                found[name.removesuffix(".weight")] = (shape[0], shape[1])
+    return found
+
+
+def write_lora(path: Path, layers: dict[str, tuple[int, int]], seed: int) -> None:
+    """Writes a random adapter of these layers, in bf16 and diffusers' names."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, (outputs, inputs) in layers.items():
+        for part, shape in (("lora_A", (RANK, inputs)), ("lora_B", (outputs, RANK))):
+            length = 2 * shape[0] * shape[1]
+            header[f"transformer.{name}.{part}.weight"] = {
+                "dtype": "BF16",
+                "shape": shape,
+                "data_offsets": [at, at + length],
+            }
+            at += length
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    drawn = np.random.default_rng(seed).standard_normal(at // 2, dtype=np.float32) * 0.002
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.write((drawn.view(np.uint32) >> 16).astype(np.uint16).tobytes())
+
+
+def pass_ms(service: Service, seconds: float, names: tuple[str, ...]) -> float:
+    """The time of a step of four segments, each with the next of these adapters; the median over rounds.
+
+    As many segments as slots are under way throughout, so that nearly all rounds are of four.
+    """
+    steps, rounds = 8, []
+    with service.client.audio_session(MODEL, slots=TOGETHER, lead_s=0.1) as live:
+
+        def next_of(number: int) -> moored.Segment:
+            adapters = (moored.Adapter(names[number % len(names)]),) if names else ()
+            return live.play(
+                PROMPT, lyrics=LYRICS, seconds=seconds, seed=number, steps=steps, adapters=adapters
+            )
+
+        under_way = [next_of(number) for number in range(2 * TOGETHER)]
+        for number in range(6 * TOGETHER):
+            done = under_way.pop(0).wait(300).done
+            under_way.append(next_of(2 * TOGETHER + number))
+            if done is not None and TOGETHER <= number < 5 * TOGETHER:
+                sampled = [stage.run_ms for stage in done.stages if stage.name == "denoise"]
+                rounds += [ms * len(sampled) / steps for ms in sampled]
+    return statistics.median(rounds)
+
+
+def with_adapters(service: Service) -> None:
+    """A pass of four segments with four LoRAs, beside one of four without."""
+    names = tuple(f"rank-{RANK}-{number}" for number in range(TOGETHER))
+    for seconds in (SECONDS, 60.0, 240.0):
+        without = pass_ms(service, seconds, ())
+        adapted = pass_ms(service, seconds, names)
+        same = pass_ms(service, seconds, names[:1])
+        what = f"session: a pass of {TOGETHER} segments of {seconds:.0f} s"
+        tell(what, without, "ms", who="moored")
+        tell(f"{what} with one LoRA of rank {RANK}", same, "ms", who="moored")
+        more = {"of_without": round(adapted / without, 3), "at_most": SHARE}
+        tell(f"{what} with {TOGETHER} LoRAs of rank {RANK}", adapted, "ms", who="moored", **more)
+        if adapted > SHARE * without:
+            raise RuntimeError(f"{what}: {adapted / without:.3f} of one without LoRAs")
+
+
+def adapters(binary: Path, work: Path) -> None:
+    folder = work / "session-adapters"
+    layers = linear_layers(work / MODEL / "transformer")
+    for number in range(TOGETHER):
+        write_lora(folder / f"rank-{RANK}-{number}.safetensors", layers, number)
+    with Service(binary, work, f'models.adapters=["{folder}"]').logged("adapters") as service:
+        service.client.wait_until_ready(60)
+        guarded("adapters", partial(with_adapters, service))
+
+
 def sessions(binary: Path, work: Path) -> None:
     with Service(binary, work).logged("sessions") as service:
         service.client.wait_until_ready(60)
@@ -183,7 +278,10 @@ def sessions(binary: Path, work: Path) -> None:
 def main() -> None:
     settings = command_line(__doc__, "sessions", "all figures").parse_args()
     begin(settings)
-    parts = {"sessions": partial(sessions, settings.binary, settings.work)}
+    parts = {
+        "sessions": partial(sessions, settings.binary, settings.work),
+        "adapters": partial(adapters, settings.binary, settings.work),
+    }
     run_parts(parts, settings.parts.split(","))
 
 

@@ -136,6 +136,13 @@ impl Entry {
         }
     }
 
+    /// Whether another entry is this one but for their adapters.
+    pub fn is_of_one_base(&self, other: &Entry) -> bool {
+        self.base_key() == other.base_key()
+            && self.path == other.path
+            && self.quantization == other.quantization
+    }
+
     /// Whether a key is of this model, in any format.
     pub fn is_of_same_model(&self, key: &str) -> bool {
         fn model_of(key: &str) -> Option<&str> {

@@ -33,6 +33,33 @@ pub struct ModelLocation {
     pub identities: Vec<(ComponentId, ComponentId)>,
 }
 
+impl ModelLocation {
+    /// The same base with the adapters of another location too, for stages of both in one pass. Adapters of one name are the same in both.
+    /// They are in the order of their names, so that equal unions are one model.
+    #[must_use]
+    pub(crate) fn with_adapters_of(mut self, other: ModelLocation) -> ModelLocation {
+        let new = |adapter: &AdapterFile| !self.adapters.contains(adapter);
+        let new: Vec<AdapterFile> = other.adapters.into_iter().filter(new).collect();
+        if new.is_empty() {
+            return self;
+        }
+        self.key = format!("{}, with the adapters of {}", self.key, other.key);
+        self.adapters.extend(new);
+        self.adapters.sort_by(|one, other| one.name.cmp(&other.name));
+        for identity in other.identities {
+            if !self.identities.contains(&identity) {
+                self.identities.push(identity);
+            }
+        }
+        for (name, path) in other.kept {
+            if !self.kept.iter().any(|(own, _)| *own == name) {
+                self.kept.push((name, path));
+            }
+        }
+        self
+    }
+}
+
 /// An order for the card: load the components, then run the stage (if there is one).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Order {
@@ -49,8 +76,8 @@ pub struct Order {
     pub headroom: Bytes,
     /// All components of the model, sorted: see [`StageNeed::model`](residency::StageNeed::model).
     pub components: Vec<ComponentId>,
-    /// Stages of other jobs that are run in the same passes of the model, in the memory of the order's own. Each has its own
-    /// progress and its own end, before that of the order.
+    /// Stages of other jobs that are run in the same passes of the model, in the memory of the order's own: its model has the adapters
+    /// of all of them, and its own work the components. Each has its own progress and its own end, before that of the order.
     pub sharing: Vec<Sharing>,
     /// It was sent while the worker still had another order, and begins when that has ended.
     pub is_ahead: bool,

@@ -53,6 +53,24 @@ impl Need {
         self
     }
 
+    /// Adds the components of another stage of the same base, which runs in the same pass: each once.
+    pub(crate) fn add_components_of(&mut self, other: Need) {
+        for component in other.components {
+            if self.components.iter().any(|own| own.name == component.name) {
+                continue;
+            }
+            if let Some(plan) = &mut self.plan {
+                plan.components.push(component.name.clone());
+            }
+            self.components.push(component);
+        }
+        for (own, others) in [(&mut self.later, other.later), (&mut self.model, other.model)] {
+            own.extend(others);
+            own.sort_unstable();
+            own.dedup();
+        }
+    }
+
     /// The need of an order.
     pub fn of_order(order: &Order) -> Need {
         let (name, components, plan) = match &order.work {

@@ -45,7 +45,9 @@ pub use memo::{Memo, identity_of_values};
 pub use model::{Model, ModelOpener, format_of_plan};
 pub use out_of_memory::is_out_of_memory;
 pub use parts::{ModelParts, ReadFiles};
-pub use plan::{Flops, Passes, PreviewNeed, Role, Rung, Section, SharedPass, StagePlan, ValueShape, Values};
+pub use plan::{
+    Flops, MAX_SETS, Passes, PreviewNeed, Role, Rung, Section, SharedPass, StagePlan, ValueShape, Values,
+};
 pub use precision::Precision;
 pub use quantization::{FULL, Formats, Preset, Quantization};
 pub use reads::{Field, Reads};

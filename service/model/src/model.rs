@@ -213,7 +213,8 @@ pub trait Model: Send + Sync {
     fn run(&self, stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<Values, StageError>;
 
     /// Runs stages of several requests in shared passes, on the first rung of each; their plans have equal keys
-    /// ([`SharedPass::key`](crate::SharedPass::key)). Returns the values of each, in their order: one may fail or be cancelled
+    /// ([`SharedPass::key`](crate::SharedPass::key)), and at most [`MAX_SETS`](crate::MAX_SETS) sets of adapters, all of which the
+    /// model has. Returns the values of each, in their order: one may fail or be cancelled
     /// alone. Steps and cancellation are each stage's own ([`Observer::step_of`], [`Observer::is_cancelled`]).
     ///
     /// # Errors

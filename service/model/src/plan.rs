@@ -1,6 +1,6 @@
 //! The plan of a request: its stages, their inputs and outputs, and their rungs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::{Add, Mul};
 
 use residency::Bytes;
@@ -272,12 +272,27 @@ impl Passes {
 /// [`Model::run_shared`]: crate::Model::run_shared
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SharedPass {
-    /// Stages with equal keys can share a pass.
+    /// Stages with equal keys can share a pass, if they have at most [`MAX_SETS`] sets of adapters together.
     pub key: String,
+    /// The set of adapters that the stage computes with, with their strengths: equal sets have equal texts. Empty: none.
+    pub adapters: String,
     /// Most stages in a pass, this one included.
     pub slots: u32,
     /// Activation bytes of this stage if it is not the first of the pass.
     pub scratch_each: Bytes,
+    /// Further activation bytes of this stage, be it the first or not, in a pass of several sets of adapters.
+    pub scratch_of_set: Bytes,
+}
+
+/// Most different sets of adapters in a pass, of which having none is one.
+pub const MAX_SETS: usize = 4;
+
+impl SharedPass {
+    /// Number of different sets of adapters of these stages.
+    pub fn sets<'a>(stages: impl IntoIterator<Item = &'a SharedPass>) -> usize {
+        let sets: BTreeSet<&str> = stages.into_iter().map(|pass| pass.adapters.as_str()).collect();
+        sets.len()
+    }
 }
 
 /// A section of a result, which is sampled and decoded on its own.
@@ -354,16 +369,24 @@ impl StagePlan {
         self
     }
 
-    /// The stage with the memory of other stages that share its passes added, each with its [`SharedPass::scratch_each`];
-    /// unchanged without others.
+    /// The stage with the memory of other stages that share its passes added, each with its [`SharedPass::scratch_each`], and
+    /// where they have several sets of adapters with [`SharedPass::scratch_of_set`]; unchanged without others. Their components are
+    /// not added.
     #[must_use]
-    pub fn shared_with(mut self, others: &[Bytes]) -> StagePlan {
-        if !others.is_empty() {
-            let further: Bytes = others.iter().copied().sum();
-            for rung in &mut self.rungs {
-                rung.scratch += further;
-            }
-            self.shape.push_str(&format!(" x{}", others.len() + 1));
+    pub fn shared_with(mut self, others: &[&SharedPass]) -> StagePlan {
+        if others.is_empty() {
+            return self;
+        }
+        let mut further: Bytes = others.iter().map(|pass| pass.scratch_each).sum();
+        self.shape.push_str(&format!(" x{}", others.len() + 1));
+        let all = || self.shared.iter().chain(others.iter().copied());
+        let sets = SharedPass::sets(all());
+        if sets > 1 {
+            further += all().map(|pass| pass.scratch_of_set).sum::<Bytes>();
+            self.shape.push_str(&format!(" of {sets} sets"));
+        }
+        for rung in &mut self.rungs {
+            rung.scratch += further;
         }
         self
     }

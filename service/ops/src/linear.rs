@@ -1,5 +1,7 @@
 //! Linear layers, `x Wᵀ + b`, for full-precision and quantized weights.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Result, Tensor};
 use gpu::{Fp8Scales, InputShift, QuantizedWeight, Weight, WeightFormat};
 
@@ -7,6 +9,7 @@ use crate::dequantize::sums_of_rows;
 use crate::linear_cpu::product_into;
 use crate::loops::{add_in_place, gelu_tanh_in_place};
 use crate::narrow_products::{int8_rotation, is_multiplied_in_fp8};
+use crate::place::{with_rows, write_rows};
 use crate::rows::with_numbers;
 use crate::{Activation, allocated, dequantize};
 
@@ -27,6 +30,28 @@ pub struct LowRank {
     /// `[outputs, rank]`.
     pub up: Tensor,
     pub factor: f64,
+}
+
+impl LowRank {
+    /// Whether it is a term of layers of a shape `[outputs, inputs]`, in a dtype.
+    fn is_of(&self, [outputs, inputs]: [usize; 2], dtype: DType) -> bool {
+        let rank = self.down.dims().first().copied().unwrap_or_default();
+        rank > 0
+            && self.down.dims() == [rank, inputs]
+            && self.up.dims() == [outputs, rank]
+            && [&self.down, &self.up]
+                .iter()
+                .all(|factor| factor.dtype() == dtype && factor.is_contiguous())
+    }
+}
+
+/// The low-rank terms of some items of a batch, whose other items have others or none.
+#[derive(Clone, Debug)]
+pub struct TermsOfItems {
+    /// Numbers of the items, from 0.
+    pub items: Range<usize>,
+    /// As of [`LinearLayer::low_rank`].
+    pub terms: Vec<LowRank>,
 }
 
 /// A linear layer: `x Wᵀ + b`, and low-rank terms, which are added to it before any activation.
@@ -56,15 +81,7 @@ impl<'a> LinearLayer<'a> {
         let &[outputs, inputs] = self.weight.dims() else {
             return false;
         };
-        let is_term = |term: &LowRank| {
-            let rank = term.down.dims().first().copied().unwrap_or_default();
-            rank > 0
-                && term.down.dims() == [rank, inputs]
-                && term.up.dims() == [outputs, rank]
-                && [&term.down, &term.up]
-                    .iter()
-                    .all(|factor| factor.dtype() == out.dtype() && factor.is_contiguous())
-        };
+        let is_term = |term: &LowRank| term.is_of([outputs, inputs], out.dtype());
         inputs > 0
             && outputs > 0
             && numbers.is_multiple_of(inputs)
@@ -107,12 +124,18 @@ impl<'a> LinearLayer<'a> {
 /// after the other.
 #[must_use]
 pub fn low_rank_scratch(shape: [usize; 2], rank: usize, tokens: usize, dtype: DType) -> u64 {
-    let projected = tokens * rank * dtype.size_in_bytes().max(size_of::<f32>());
     let adapted = match adapts_weight(shape, tokens) {
-        true => shape[0] * shape[1] * dtype.size_in_bytes(),
+        true => allocated(shape[0] * shape[1] * dtype.size_in_bytes()),
         false => 0,
     };
-    allocated(projected.max(adapted))
+    projected_rows(rank, tokens, dtype).max(adapted)
+}
+
+/// Bytes of [`Scratch`] that [`add_low_rank`] needs of a layer over so many rows, whose largest term has this rank: the rows, projected
+/// down.
+#[must_use]
+pub fn projected_rows(rank: usize, tokens: usize, dtype: DType) -> u64 {
+    allocated(tokens * rank * dtype.size_in_bytes().max(size_of::<f32>()))
 }
 
 /// Whether a card adds low-rank terms to a copy of the weight `[outputs, inputs]` rather than to the results: to read and
@@ -306,6 +329,72 @@ pub fn linears_into<'a>(
     }
     for LayerTo { layer, out } in layers {
         linear_into(x, layer, then, out, scratch)?;
+    }
+    Ok(())
+}
+
+/// `out += Σ terms` of a layer of a shape `[outputs, inputs]`, to the results of some items of a batch: `x` is `[items, ..]` with rows
+/// of `inputs` numbers, and `out` `[items, ..]` with as many of `outputs`, in one dtype; both may be strided views. The results of the
+/// other items keep their bits. Terms are computed in the dtype of `x`, with sums in f32. It takes as much of `scratch` as
+/// [`projected_rows`] says of all rows. On a card, terms of one shape and factor that are at equal distances, of as many
+/// items each, are one batched product.
+///
+/// # Errors
+/// When shapes or dtypes do not match, or the scratch is too small; errors of the device.
+pub fn add_low_rank(
+    x: &Tensor,
+    [outputs, inputs]: [usize; 2],
+    of_items: &[TermsOfItems],
+    out: &Tensor,
+    scratch: &Scratch,
+) -> Result<()> {
+    let (items, rows) = (out.dim(0)?, x.elem_count() / inputs.max(1));
+    let fits = |of: &TermsOfItems| {
+        of.items.start < of.items.end
+            && of.items.end <= items
+            && of
+                .terms
+                .iter()
+                .all(|term| term.is_of([outputs, inputs], out.dtype()))
+    };
+    let is_layer = inputs > 0
+        && x.dim(0)? == items
+        && x.elem_count() == rows * inputs
+        && out.elem_count() == rows * outputs
+        && x.dtype() == out.dtype();
+    if !is_layer || !of_items.iter().all(fits) {
+        let terms = of_items.iter().flat_map(|of| &of.terms);
+        let terms: Vec<_> = terms.map(|term| (term.down.dims(), term.up.dims())).collect();
+        candle_core::bail!(
+            "low-rank terms {terms:?} of a layer {:?} over {:?}, to {:?} of {:?}",
+            [outputs, inputs],
+            x.dims(),
+            out.dims(),
+            out.dtype()
+        );
+    }
+    let part = |of: &TermsOfItems| {
+        let part = |all: &Tensor| all.narrow(0, of.items.start, of.items.len());
+        Ok((part(x)?, part(out)?))
+    };
+    let parts = of_items.iter().map(part).collect::<Result<Vec<_>>>()?;
+    #[cfg(feature = "cuda")]
+    if out.device().is_cuda() {
+        let of_items = of_items.iter().map(|of| &of.terms[..]);
+        let parts = parts.iter().zip(of_items);
+        let parts: Vec<_> = parts.map(|((x, out), terms)| (x, out, terms)).collect();
+        return crate::cuda::add_low_rank(&parts, scratch);
+    }
+    let _ = scratch;
+    for ((x, out), of) in parts.iter().zip(of_items) {
+        for term in &of.terms {
+            let (down, up) = projected_down(x, term)?;
+            let sums = Tensor::zeros((down.dim(0)?, outputs), DType::F32, out.device())?;
+            product_into(&down, &up, &[], &sums, &|_, _, _| {})?;
+            with_rows(&sums, outputs, |sums| {
+                write_rows(out, outputs, |row, numbers| add_in_place(numbers, sums.row(row)))
+            })?;
+        }
     }
     Ok(())
 }

@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{MissingTensor, Weight};
-use ops::{Activation, Epilogue, LayerTo, LinearLayer, Scratch};
+use ops::{Activation, Epilogue, LayerTo, LinearLayer, LowRank, Scratch, TermsOfItems};
 
-use crate::adapters::{AdaptedTensors, Copy, LayerTerm};
+use crate::adapters::{AdaptedTensors, Copy, LayerTerm, SetsOfItems};
 
 /// Layers over the same rows whose terms may be computed at once: the projections of an attention.
 pub(crate) const SIDE_BY_SIDE: usize = 3;
@@ -15,8 +15,9 @@ pub(crate) struct Linear {
     /// `[outputs, inputs]`.
     weight: Weight,
     bias: Option<Tensor>,
-    terms: Vec<LayerTerm>,
-    /// The weight with the terms, where a copy is kept.
+    /// Of each set of adapters.
+    terms: Vec<Vec<LayerTerm>>,
+    /// The weight with the terms of the only set, where a copy is kept.
     copy: Option<Copy>,
 }
 
@@ -52,9 +53,9 @@ impl Linear {
         let weight = tensors.shaped_weight(&format!("{name}.weight"), &[outputs, inputs])?;
         Ok(Linear {
             copy: tensors.copy_of(name, &weight),
+            terms: tensors.terms(name, inputs, outputs, device_of(&weight))?,
             weight,
             bias: None,
-            terms: tensors.terms(name, inputs, outputs)?,
         })
     }
 
@@ -72,16 +73,20 @@ impl Linear {
     ) -> Result<Linear, MissingTensor> {
         let first: usize = sizes[..which].iter().sum();
         let inputs = sizes[which];
-        let terms = tensors.terms(whole, sizes.iter().sum(), outputs)?;
-        let terms = terms.iter().map(|term| term.of_columns(first, inputs));
-        let terms = terms.collect::<candle_core::Result<Vec<_>>>();
+        let own = Linear::new(tensors, name, inputs, outputs)?;
+        let terms = tensors.terms(whole, sizes.iter().sum(), outputs, device_of(&own.weight))?;
+        let of_set = |terms: &Vec<LayerTerm>| {
+            let terms = terms.iter().map(|term| term.of_columns(first, inputs));
+            terms.collect::<candle_core::Result<Vec<_>>>()
+        };
+        let terms = terms.iter().map(of_set).collect::<candle_core::Result<Vec<_>>>();
         Ok(Linear {
             terms: terms.map_err(|error| MissingTensor {
                 name: whole.to_owned(),
                 problem: error.to_string(),
             })?,
             copy: None,
-            ..Linear::new(tensors, name, inputs, outputs)?
+            ..own
         })
     }
 
@@ -115,39 +120,94 @@ impl Linear {
             problem: error.to_string(),
         })?;
         Ok(Linear {
+            terms: tensors.terms(name, inputs, outputs, weight.device())?,
             weight: Weight::Full(weight),
             bias: Some(tensors.shaped(&format!("{name}.bias"), &[outputs])?),
-            terms: tensors.terms(name, inputs, outputs)?,
             copy: None,
         })
     }
 
-    /// The layer at the current strengths of its adapters, whose terms are on `device`.
-    fn now(&self, device: &Device) -> candle_core::Result<LinearLayer<'_>> {
+    /// The layer at the current strengths of a set of its adapters, whose terms are on `device`.
+    fn now(&self, set: usize, device: &Device) -> candle_core::Result<LinearLayer<'_>> {
         match &self.copy {
-            None => self.with_terms(device),
+            None => self.with_terms(set, device),
             Some(copy) => {
-                let weight = copy.weight(|| self.with_terms(device))?;
+                let weight = copy.weight(|| self.with_terms(set, device))?;
                 Ok(LinearLayer::new(weight, self.bias.as_ref()))
             }
         }
     }
 
-    fn with_terms(&self, device: &Device) -> candle_core::Result<LinearLayer<'_>> {
-        let terms = self.terms.iter().map(|term| term.now(device));
-        let terms = terms.collect::<candle_core::Result<Vec<_>>>()?;
+    fn with_terms(&self, set: usize, device: &Device) -> candle_core::Result<LinearLayer<'_>> {
         Ok(LinearLayer {
-            low_rank: terms.into_iter().flatten().collect(),
-            ..LinearLayer::new(&self.weight, self.bias.as_ref())
+            low_rank: self.terms_now(set, device)?,
+            ..self.base()
         })
     }
 
-    /// `x` is `[.., inputs]`; the result is `[.., outputs]`.
+    /// The layer without adapters.
+    fn base(&self) -> LinearLayer<'_> {
+        LinearLayer::new(&self.weight, self.bias.as_ref())
+    }
+
+    /// The terms of a set at their current strengths, on `device`.
+    fn terms_now(&self, set: usize, device: &Device) -> candle_core::Result<Vec<LowRank>> {
+        let terms = self.terms.get(set).into_iter().flatten();
+        let terms = terms.map(|term| term.now(device));
+        let terms = terms.collect::<candle_core::Result<Vec<_>>>()?;
+        Ok(terms.into_iter().flatten().collect())
+    }
+
+    /// Whether a set has a term of it.
+    fn is_adapted(&self) -> bool {
+        self.terms.iter().any(|terms| !terms.is_empty())
+    }
+
+    /// Adds to the results of items of a batch `[items, ..]` the terms of each item's set.
+    fn add_terms_of_items(
+        &self,
+        x: &Tensor,
+        sets: &SetsOfItems,
+        out: &Tensor,
+        scratch: &Scratch,
+    ) -> candle_core::Result<()> {
+        let mut of_items = Vec::new();
+        for (items, set) in sets.runs() {
+            let terms = self.terms_now(set, out.device())?;
+            if !terms.is_empty() {
+                of_items.push(TermsOfItems { items, terms });
+            }
+        }
+        match (&of_items[..], self.weight.dims()) {
+            ([], _) => Ok(()),
+            (_, &[outputs, inputs]) => ops::add_low_rank(x, [outputs, inputs], &of_items, out, scratch),
+            (_, other) => candle_core::bail!("low-rank terms of a layer {other:?}"),
+        }
+    }
+
+    /// `x` is `[.., inputs]`; the result is `[.., outputs]`. It has the adapters of the first set.
     ///
     /// # Errors
     /// Errors of [`ops::linear`].
     pub(crate) fn forward(&self, x: &Tensor) -> candle_core::Result<Tensor> {
-        ops::linear(x, &self.now(x.device())?)
+        ops::linear(x, &self.now(0, x.device())?)
+    }
+
+    /// [`Linear::forward`] over items of a batch `[items, .., inputs]`, each with the adapters of its set.
+    ///
+    /// # Errors
+    /// Errors of [`ops::linear`] and [`ops::add_low_rank`].
+    pub(crate) fn forward_of_items(&self, x: &Tensor, sets: &SetsOfItems) -> candle_core::Result<Tensor> {
+        if let Some(set) = sets.only() {
+            return ops::linear(x, &self.now(set, x.device())?);
+        }
+        let out = ops::linear(x, &self.base())?;
+        let rows = out.elem_count() / self.weight.dims()[0].max(1);
+        let rank = self.terms.iter().flatten().map(LayerTerm::rank).max();
+        let bytes = ops::projected_rows(rank.unwrap_or(0), rows, x.dtype());
+        let scratch = Scratch::new(bytes, x.device())?;
+        self.add_terms_of_items(x, sets, &out, &scratch)?;
+        Ok(out)
     }
 
     /// [`Linear::forward`] with an activation, written to `out`, which may be a strided view.
@@ -161,7 +221,7 @@ impl Linear {
         out: &Tensor,
         scratch: &Scratch,
     ) -> candle_core::Result<()> {
-        ops::linear_into(x, &self.now(out.device())?, then, out, scratch)
+        ops::linear_into(x, &self.now(0, out.device())?, then, out, scratch)
     }
 
     /// The layer with its output, for [`ops::linears_into`].
@@ -170,7 +230,7 @@ impl Linear {
     /// Errors of the device.
     pub(crate) fn to<'a>(&'a self, out: &'a Tensor) -> candle_core::Result<LayerTo<'a>> {
         Ok(LayerTo {
-            layer: self.now(out.device())?,
+            layer: self.now(0, out.device())?,
             out,
         })
     }
@@ -181,14 +241,10 @@ impl Linear {
     /// # Errors
     /// Errors of the device.
     pub(crate) fn takes_codes(&self, dtype: DType) -> candle_core::Result<bool> {
-        if !self.terms.is_empty() && self.copy.is_none() {
+        if self.is_adapted() && self.copy.is_none() {
             return Ok(false);
         }
-        let device = match &self.weight {
-            Weight::Full(weight) => weight.device(),
-            Weight::Quantized(weight) => weight.bytes.device(),
-        };
-        ops::multiplies_fp8(device, &self.weight, dtype)
+        ops::multiplies_fp8(device_of(&self.weight), &self.weight, dtype)
     }
 
     /// Scratch bytes for `tokens` tokens.
@@ -203,16 +259,53 @@ impl Linear {
         let &[outputs, inputs] = self.weight.dims() else {
             return of_weight;
         };
-        match self.terms.iter().map(LayerTerm::rank).max() {
-            Some(rank) => of_weight.max(ops::low_rank_scratch(
-                [outputs, inputs],
-                SIDE_BY_SIDE * rank,
-                tokens,
-                dtype,
-            )),
-            None => of_weight,
+        let Some(rank) = self.terms.iter().flatten().map(LayerTerm::rank).max() else {
+            return of_weight;
+        };
+        let rank = SIDE_BY_SIDE * rank;
+        of_weight.max(match self.terms.len() {
+            ..2 => ops::low_rank_scratch([outputs, inputs], rank, tokens, dtype),
+            _ => ops::projected_rows(rank, tokens, dtype),
+        })
+    }
+}
+
+fn device_of(weight: &Weight) -> &Device {
+    match weight {
+        Weight::Full(weight) => weight.device(),
+        Weight::Quantized(weight) => weight.bytes.device(),
+    }
+}
+
+/// Layers over the same rows of items of a batch `[items, ..]`, each item with the adapters of its set. The products with the weights
+/// are over all items at once, and terms are added to the results of their items.
+///
+/// # Errors
+/// Errors of [`ops::linears_into`] and [`ops::add_low_rank`].
+pub(crate) fn linears_of_items_into(
+    x: &Tensor,
+    layers: &[(&Linear, &Tensor)],
+    sets: &SetsOfItems,
+    scratch: &Scratch,
+) -> candle_core::Result<()> {
+    let mut to = Vec::with_capacity(layers.len());
+    for &(layer, out) in layers {
+        let layer = match sets.only() {
+            Some(set) => layer.now(set, out.device())?,
+            None => layer.base(),
+        };
+        to.push(LayerTo { layer, out });
+    }
+    match &to[..] {
+        [only] => ops::linear_into(x, &only.layer, Epilogue::None, only.out, scratch)?,
+        all => ops::linears_into(x, all, Epilogue::None, scratch)?,
+    }
+    if sets.only().is_none() {
+        for (layer, out) in layers {
+            layer.add_terms_of_items(x, sets, out, scratch)?;
         }
     }
+    Ok(())
 }
 
 /// Maximum scratch bytes of these layers for `tokens` tokens: they run one after the other.

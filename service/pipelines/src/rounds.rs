@@ -6,7 +6,7 @@ use std::ops::Range;
 use residency::Bytes;
 
 use model::Request;
-use model::{SharedPass, StagePlan};
+use model::{MAX_SETS, SharedPass, StagePlan};
 use model::{StageError, StageRun};
 
 /// A range of the steps of a sampling.
@@ -80,11 +80,18 @@ impl Round {
 
 /// How the sampling of a request shares passes, in rounds. `None` with one slot, or where strengths of adapters change over the
 /// steps, since a whole pass has one strength; such a request is sampled in one stage.
-pub(crate) fn shared_pass(request: &Request, key: String, scratch_each: Bytes) -> Option<SharedPass> {
-    is_in_rounds(request).then_some(SharedPass {
+/// `scratch_each` and `scratch_of_set` are those of [`SharedPass`].
+pub(crate) fn shared_pass(
+    request: &Request,
+    key: String,
+    (scratch_each, scratch_of_set): (Bytes, Bytes),
+) -> Option<SharedPass> {
+    is_in_rounds(request).then(|| SharedPass {
         key,
+        adapters: set_of_adapters(request),
         slots: request.slots,
         scratch_each,
+        scratch_of_set,
     })
 }
 
@@ -93,17 +100,19 @@ pub(crate) fn is_in_rounds(request: &Request) -> bool {
     request.slots > 1 && !request.has_curves()
 }
 
-/// The adapters of a request with their strengths, for a key of shared passes.
-pub(crate) fn adapters_in_key(request: &Request) -> String {
-    let uses = request.adapters.iter();
-    let named = uses.map(|each| format!("{}*{}", each.name, each.strength.first()));
+/// The adapters that change the steps of a request, with their strengths: [`SharedPass::adapters`]. Names are quoted, so that no name
+/// reads as several.
+pub(crate) fn set_of_adapters(request: &Request) -> String {
+    let uses = request.adapters.iter().filter(|each| !each.strength.is_zero());
+    let named = uses.map(|each| format!("{:?}*{}", each.name, each.strength.first()));
     named.collect::<Vec<_>>().join(",")
 }
 
 /// Checks that stages may share passes.
 ///
 /// # Errors
-/// [`StageError::BadInput`] if one of them runs alone, if their keys differ, or if there are more of them than slots.
+/// [`StageError::BadInput`] if one of them runs alone, if their keys differ, if there are more of them than slots, or if they have more
+/// than [`MAX_SETS`] sets of adapters.
 pub(crate) fn check_shared(stages: &[StageRun<'_>]) -> Result<(), StageError> {
     let mut keys = stages.iter().map(|stage| stage.plan.shared.as_ref());
     let slots = keys
@@ -112,10 +121,11 @@ pub(crate) fn check_shared(stages: &[StageRun<'_>]) -> Result<(), StageError> {
     let most = slots.max().unwrap_or(0);
     let first = keys.clone().next().flatten().map(|shared| &shared.key);
     let is_equal = first.is_some() && keys.all(|shared| shared.map(|shared| &shared.key) == first);
-    match is_equal && stages.len() <= most {
+    let sets = SharedPass::sets(stages.iter().filter_map(|stage| stage.plan.shared.as_ref()));
+    match is_equal && stages.len() <= most && sets <= MAX_SETS {
         true => Ok(()),
         false => Err(StageError::BadInput(format!(
-            "{} stages that cannot share a pass",
+            "{} stages of {sets} sets of adapters that cannot share a pass",
             stages.len()
         ))),
     }

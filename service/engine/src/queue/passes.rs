@@ -1,9 +1,9 @@
 //! Which jobs' stages run in one pass of a model: those of jobs whose next stages have equal keys
-//! ([`model::SharedPass`]), as many as each of them allows and memory takes.
+//! ([`model::SharedPass`]), as many as each of them allows and memory takes. Their models are one base, maybe with other adapters.
 
 use std::collections::BTreeSet;
 
-use residency::Bytes;
+use model::{MAX_SETS, SharedPass};
 
 use super::record::{JobRecord, State};
 use super::view::View;
@@ -22,29 +22,31 @@ impl View<'_> {
             .collect();
         candidates.retain(|other| other.begun || self.is_within_its_share(other));
         candidates.sort_unstable_by_key(|other| other.arrival);
-        let (mut together, mut scratch) = (Vec::new(), Vec::new());
+        let mut together: Vec<(&JobRecord, &SharedPass)> = Vec::new();
         let mut most = shared.slots as usize;
         for other in candidates {
             let Some(pass) = self.next_shared(other, card) else {
                 continue;
             };
             let allows = pass.slots as usize;
-            if together.len() + 2 <= most.min(allows) {
+            let passes = together.iter().map(|(_, pass)| *pass).chain([shared, pass]);
+            let is_allowed = together.len() + 2 <= most.min(allows) && SharedPass::sets(passes) <= MAX_SETS;
+            let mut others = together.iter();
+            if is_allowed && others.all(|(one, _)| self.are_of_one_base(one, other, card)) {
                 most = most.min(allows);
-                together.push(other.id.clone());
-                scratch.push(pass.scratch_each);
+                together.push((other, pass));
             }
         }
         while !together.is_empty() {
-            let need = self.need_of_shared(job, card, &scratch)?;
+            let need = self.need_of_shared(job, card, &together)?;
             let ledger = self.ledger_for(job, card);
             let now = self.cards[card].ledger_now(self.now);
             let admission = choose_rung(&ledger, &need, self.policy(job, card), now);
             if matches!(admission, Admission::Run { rung: 0, .. }) {
-                return Some((together, need));
+                let together = together.iter().map(|(other, _)| other.id.clone());
+                return Some((together.collect(), need));
             }
             together.pop();
-            scratch.pop();
         }
         None
     }
@@ -58,7 +60,7 @@ impl View<'_> {
     fn can_share(&self, other: &JobRecord, job: &JobRecord, card: usize) -> bool {
         let key = job.shared_pass(job.cursor).map(|pass| &pass.key);
         matches!(other.state, State::Queued { .. })
-            && other.entry.key == job.entry.key
+            && self.are_of_one_base(other, job, card)
             && other.options.headroom == job.options.headroom
             && !other.attempt.alone
             && !self.waits_for_unload(other)
@@ -66,13 +68,54 @@ impl View<'_> {
             && self.next_shared(other, card).map(|pass| &pass.key) == key
     }
 
-    fn need_of_shared(&self, job: &JobRecord, card: usize, others: &[Bytes]) -> Option<Need> {
+    /// Whether the models of two jobs are one base in one version, so that one model with the adapters of both computes either's stage:
+    /// components, and adapters, of one name are the same.
+    fn are_of_one_base(&self, one: &JobRecord, other: &JobRecord, card: usize) -> bool {
+        let dtype = &self.cards[card].description.compute_dtype;
+        let (Some(own), Some(others)) = (one.models.get(dtype), other.models.get(dtype)) else {
+            return false;
+        };
+        let adapters_differ = || {
+            let mut pairs = one.entry.adapters.iter().flat_map(|own| {
+                let others = other.entry.adapters.iter();
+                others.map(move |other| (own, other))
+            });
+            pairs.any(|(own, other)| own.name == other.name && own != other)
+        };
+        let components_differ = || {
+            let mut own = own.components.iter();
+            own.any(|own| {
+                let mut others = others.components.iter();
+                others.any(|other| other.name == own.name && other.id != own.id)
+            })
+        };
+        one.entry.is_of_one_base(&other.entry) && !adapters_differ() && !components_differ()
+    }
+
+    /// The need of a job's next stage together with those of others: the components of all of them, and their activations.
+    fn need_of_shared(
+        &self,
+        job: &JobRecord,
+        card: usize,
+        together: &[(&JobRecord, &SharedPass)],
+    ) -> Option<Need> {
         let description = &self.cards[card].description;
-        let open = job.models.get(&description.compute_dtype)?;
-        let mut need = job.need(job.cursor, &description.compute_dtype)?;
-        let mut plan = need.plan.take()?.shared_with(others);
+        let dtype = &description.compute_dtype;
+        let open = job.models.get(dtype)?;
+        let mut need = job.need(job.cursor, dtype)?;
+        for (other, _) in together {
+            need.add_components_of(other.need(self.next_step(other, dtype), dtype)?);
+        }
+        let passes: Vec<&SharedPass> = together.iter().map(|(_, pass)| *pass).collect();
+        let mut plan = need.plan.take()?.shared_with(&passes);
         plan.preview = None;
+        // A copy of a weight has the terms of one set of adapters, and adapters in the machine's memory are read for each item.
+        plan.rungs
+            .retain(|rung| rung.copies.is_empty() && rung.from_host.is_empty());
         plan.rungs.truncate(1);
+        if plan.rungs.is_empty() {
+            return None;
+        }
         need.plan = Some(plan);
         self.learned.improve(&mut need, open.model.family(), description);
         Some(need)
@@ -93,7 +136,7 @@ impl View<'_> {
             }
             if let Some(pass) = self.any_pass(job).filter(|_| self.passes_next(job)) {
                 let has_pass = |other: &JobRecord| {
-                    other.entry.key == job.entry.key
+                    other.entry.is_of_one_base(&job.entry)
                         && self.any_pass(other).is_some_and(|of| of.key == pass.key)
                 };
                 let joins = |other: &&&JobRecord| {
@@ -105,8 +148,17 @@ impl View<'_> {
                 let joining = jobs[place + 1..].iter().filter(joins);
                 // No more jobs are prepared than can share the pass, as jobs that have begun go before jobs of waiting clients.
                 let is_ready = |other: &&&JobRecord| has_pass(other) && self.passes_next(other);
-                let free = (pass.slots as usize).saturating_sub(jobs.iter().filter(is_ready).count());
-                let joining: Vec<&JobId> = joining.take(free).map(|job| &job.id).collect();
+                let ready = jobs.iter().filter(is_ready);
+                let free = (pass.slots as usize).saturating_sub(ready.clone().count());
+                let mut sets: BTreeSet<&str> = BTreeSet::from([pass.adapters.as_str()]);
+                sets.extend(ready.filter_map(|ready| Some(self.any_pass(ready)?.adapters.as_str())));
+                let joining = joining.filter(|other| {
+                    let other = **other;
+                    let set = self.any_pass(other).map_or("", |of| of.adapters.as_str());
+                    sets.contains(set) || sets.len() < MAX_SETS && sets.insert(set)
+                });
+                let joining = joining.take(free);
+                let joining: Vec<&JobId> = joining.map(|job| &job.id).collect();
                 placed.extend(joining.iter().copied());
                 changed.extend(joining.into_iter().cloned());
             }

@@ -281,6 +281,12 @@ impl JobRecord {
         all.iter().any(|component| !component.parts.sizes().is_empty())
     }
 
+    /// Whether its model has a component of this name.
+    pub(super) fn has_component(&self, name: &str) -> bool {
+        let mut all = self.models.values().flat_map(|open| &open.components);
+        all.any(|component| component.name == name)
+    }
+
     /// The components of these names, with their current identities.
     pub(super) fn components(&self, names: &[String], dtype: &str) -> Vec<Component> {
         let all = self.models.get(dtype).map_or(&[][..], |open| &open.components);

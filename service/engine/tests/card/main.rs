@@ -6,6 +6,7 @@ mod faults;
 mod moves;
 mod paced;
 mod schedules;
+mod shared;
 mod stages;
 mod support;
 mod thread;

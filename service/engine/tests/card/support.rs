@@ -207,7 +207,7 @@ impl Bench {
         self.families.open(path, &Precision::full(DType::F32)).unwrap()
     }
 
-    fn order(&mut self, path: &Path, work: Work) -> Order {
+    pub(crate) fn order(&mut self, path: &Path, work: Work) -> Order {
         self.tickets += 1;
         Order {
             ticket: Ticket(self.tickets),

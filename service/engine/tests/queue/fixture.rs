@@ -9,9 +9,9 @@ use engine::job::{Call, JobOptions, JobSpec, JobWork, Run, Start};
 use engine::library::Entry;
 use gpu::{CheckpointFile, LoadPlan, WeightFormat};
 use model::{
-    Field, Formats, HostTensor, HostType, Image, Medium, Memo, Model, ModelError, ModelParts, Observer,
-    Passes, Precision, Preset, PreviewNeed, Quantization, Reads, Request, RequestError, Role, Rung,
-    SharedPass, StageError, StagePlan, StageRun, ValueShape, Values,
+    AdapterFile, AdapterKind, AdapterUse, Field, Formats, HostTensor, HostType, Image, Medium, Memo, Model,
+    ModelError, ModelParts, Observer, Passes, Precision, Preset, PreviewNeed, Quantization, Reads, Request,
+    RequestError, Role, Rung, SharedPass, StageError, StagePlan, StageRun, StrengthCurve, ValueShape, Values,
 };
 use pipelines::Family;
 use residency::{Bytes, Component, ComponentId};
@@ -100,6 +100,14 @@ impl FakeModel {
         }
     }
 
+    /// The stage that samples.
+    fn denoise(&self, request: &Request, rungs: Vec<Rung>, shape: String) -> StagePlan {
+        let mut stage = self.stage("denoise", Role::Sample, 1, rungs, shape);
+        let adapters = request.adapters.iter().map(|each| component_of(&each.name));
+        stage.components.extend(adapters);
+        stage
+    }
+
     fn of_vae(&self, name: &str, role: Role, image: &Image) -> StagePlan {
         let pixels = u64::from(image.width) * u64::from(image.height);
         let rungs = vec![rung("whole", pixels << 11), rung("strips", pixels << 10)];
@@ -114,11 +122,42 @@ pub const EACH_ITEM: &str = "each item";
 /// Scratch of each further stage in a pass.
 pub const SCRATCH_EACH: Bytes = Bytes::gib(1);
 
+/// Scratch of each stage in a pass of several sets of adapters.
+pub const SCRATCH_OF_SET: Bytes = Bytes::mib(256);
+
+/// Name of the component of an adapter, of a GiB.
+pub fn component_of(adapter: &str) -> String {
+    format!("adapter:{adapter}:transformer")
+}
+
+/// A specification's model with these adapters, all of which the request uses.
+pub fn with_adapters(mut spec: JobSpec, adapters: &[&str]) -> JobSpec {
+    let file = |name: &&str| AdapterFile {
+        name: (*name).to_owned(),
+        path: format!("/adapters/{name}").into(),
+        kind: AdapterKind::Lora,
+        ignores_unknown: false,
+    };
+    let one = |name: &&str| AdapterUse {
+        name: (*name).to_owned(),
+        strength: StrengthCurve::constant(1.0).unwrap(),
+        text_strength: 0.0,
+    };
+    spec.entry = Arc::new(spec.entry.with_adapters(adapters.iter().map(file).collect()));
+    run_of(&mut spec).request.adapters = adapters.iter().map(one).collect();
+    spec
+}
+
 fn shared(request: &Request, width: u32, height: u32) -> Option<SharedPass> {
     (request.slots > 1).then(|| SharedPass {
         key: format!("{width}x{height}"),
+        adapters: (request.adapters.iter())
+            .map(|each| format!("{}*{}", each.name, each.strength.first()))
+            .collect::<Vec<_>>()
+            .join(","),
         slots: request.slots,
         scratch_each: SCRATCH_EACH,
+        scratch_of_set: SCRATCH_OF_SET,
     })
 }
 
@@ -135,6 +174,16 @@ fn rung(label: &str, bytes: u64) -> Rung {
 impl Model for FakeModel {
     fn parts(&self) -> &ModelParts {
         &self.0
+    }
+    fn with_adapters(&self, files: &[AdapterFile]) -> Result<Arc<dyn Model>, ModelError> {
+        let mut parts = self.0.clone();
+        for file in files {
+            let id = format!("path:{}#adapter@F32", file.path.display());
+            let component = component(&id, &component_of(&file.name), 1);
+            let plan = LoadPlan::synthetic(component.bytes);
+            parts.push(component, plan, Vec::new());
+        }
+        Ok(Arc::new(FakeModel(parts)))
     }
     fn reads(&self) -> Reads {
         Reads::of(&[Field::InitImage, Field::InitLatent, Field::Mask, Field::Adapters])
@@ -179,13 +228,7 @@ impl Model for FakeModel {
                 takes: takes.into_iter().flatten().collect(),
                 gives: vec![state(round)],
                 shared: shared(request, width, height),
-                ..self.stage(
-                    "denoise",
-                    Role::Sample,
-                    1,
-                    whole(pixels << 10),
-                    format!("{width}x{height}"),
-                )
+                ..self.denoise(request, whole(pixels << 10), format!("{width}x{height}"))
             });
         }
         let start = start.or_else(|| (request.slots > 1).then(|| value(&state(request.slots - 1))));
@@ -198,13 +241,7 @@ impl Model for FakeModel {
                 components: vec!["vae".into()],
                 scratch: Bytes::gib(1),
             }),
-            ..self.stage(
-                "denoise",
-                Role::Sample,
-                1,
-                whole(pixels << 10),
-                format!("{width}x{height}"),
-            )
+            ..self.denoise(request, whole(pixels << 10), format!("{width}x{height}"))
         });
         stages.push(StagePlan {
             takes: vec![value("latent")],

@@ -6,10 +6,12 @@ use engine::Error;
 use engine::JobState;
 use engine::job::{JobEventKind, JobSpec};
 use engine::messages::{Command, Failure, Order, Outcome, Progress, Work};
-use residency::Bytes;
+use residency::{Bytes, ComponentId};
 use tokio::time::Instant;
 
-use crate::fixture::{SCRATCH_EACH, image_of, picture, run_of};
+use crate::fixture::{
+    SCRATCH_EACH, SCRATCH_OF_SET, component_of, image_of, picture, run_of, with_adapters, with_formats,
+};
 use crate::worker::{
     Wire, Worker, at_rest, cancelled_by, completed, end, events, needs, one_card, settle, stage_of,
 };
@@ -398,4 +400,187 @@ async fn a_plan_counts_only_the_scratch_of_its_own_job() {
     let plan = queue.plan(in_rounds(2, "me", "one"), "").await.unwrap();
     let scratch: Vec<Bytes> = plan.stages.iter().map(|stage| stage.scratch).collect();
     assert_eq!(scratch[1], Bytes::gib(1), "{scratch:?}");
+}
+
+/// A picture that is sampled in as many rounds as slots, with adapters.
+fn adapted(slots: u32, client: &str, adapters: &[&str]) -> JobSpec {
+    with_adapters(in_rounds(slots, client, "one"), adapters)
+}
+
+/// The names of the components of an order's own work.
+fn components(order: &Order) -> Vec<String> {
+    let (components, _) = needs(order);
+    components
+        .iter()
+        .map(|component| component.name.clone())
+        .collect()
+}
+
+/// The names of the adapters of an order's model.
+fn adapters(order: &Order) -> Vec<&str> {
+    let adapters = order.model.adapters.iter();
+    adapters.map(|adapter| adapter.name.as_str()).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn jobs_with_different_adapters_of_one_base_share_a_pass() {
+    let (queue, mut worker) = one_card().await;
+    let mut jobs = Vec::new();
+    for (client, names) in [("one", &[][..]), ("two", &["oil", "ink"]), ("three", &["chalk"])] {
+        jobs.push(queue.submit(adapted(3, client, names)).await.unwrap());
+    }
+    let order = denoise(&mut worker).await;
+    let expected: Vec<_> = jobs.iter().map(|job| (job.id.to_string(), 1)).collect();
+    assert_eq!(rounds(&order), expected);
+    // The model of the order has the adapters of all, and its work their components, each once.
+    assert_eq!(adapters(&order), ["chalk", "ink", "oil"]);
+    let all = ["oil", "ink", "chalk"].map(component_of);
+    assert_eq!(
+        components(&order),
+        [&["transformer".to_owned()][..], &all].concat()
+    );
+    let Work::Stage(work) = &order.work else {
+        panic!("{order:?}")
+    };
+    assert_eq!(work.plan.components, components(&order));
+    let ids: Vec<&ComponentId> = order.components.iter().collect();
+    assert!(ids.is_sorted() && ids.len() == 6, "{ids:?}");
+    let scratch = work.plan.rungs[0].scratch;
+    let of_sets = SCRATCH_OF_SET + SCRATCH_OF_SET + SCRATCH_OF_SET;
+    assert_eq!(scratch, Bytes::gib(1) + SCRATCH_EACH + SCRATCH_EACH + of_sets);
+    let shared = order.sharing.iter().map(|sharing| sharing.work.components.len());
+    assert_eq!(shared.collect::<Vec<_>>(), [3, 2], "each has its own");
+    worker.complete(&order);
+    let again = worker.order().await;
+    assert_eq!(rounds(&again).len(), 3);
+    worker.complete(&again);
+    while worker.try_work().await {}
+    for job in &mut jobs {
+        let Some(JobEventKind::Done(report)) = events(job).await.pop() else {
+            panic!("it failed")
+        };
+        let others = report
+            .resident_already
+            .iter()
+            .filter(|name| name.starts_with("adapter:"));
+        let own: &[String] = match job.id {
+            ref id if *id.to_string() == expected[1].0 => &all[..2],
+            ref id if *id.to_string() == expected[2].0 => &all[2..],
+            _ => &[],
+        };
+        assert!(
+            others.eq(own),
+            "no job is told of the adapters of others: {report:?}"
+        );
+    }
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pass_has_four_sets_of_adapters_at_most() {
+    let (queue, mut worker) = one_card().await;
+    let mut jobs = Vec::new();
+    for names in [&["a"][..], &["b"], &["c"], &["d"], &["e"], &["b"]] {
+        jobs.push(queue.submit(adapted(8, "me", names)).await.unwrap());
+    }
+    let order = denoise(&mut worker).await;
+    assert_eq!(adapters(&order), ["a", "b", "c", "d"]);
+    let expected = [0, 1, 2, 3, 5].map(|number: usize| (jobs[number].id.to_string(), 1));
+    assert_eq!(
+        rounds(&order),
+        expected,
+        "the fifth set waits, another of a set joins"
+    );
+    worker.complete(&order);
+    while worker.try_work().await {}
+    for job in &mut jobs {
+        end(job).await.unwrap();
+    }
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn fewer_jobs_share_a_pass_if_their_adapters_do_not_fit() {
+    // The transformer has 12 of 24 GiB, each adapter 1, and the activations of three with their sets 3.75.
+    for (foreign, together) in [(5, 3), (7, 2), (9, 1)] {
+        let (queue, mut worker) = one_card().await;
+        worker.set_foreign(Bytes::gib(foreign));
+        let mut jobs = Vec::new();
+        for name in ["a", "b", "c"] {
+            jobs.push(queue.submit(adapted(3, "me", &[name])).await.unwrap());
+        }
+        let order = denoise(&mut worker).await;
+        assert_eq!(rounds(&order).len(), together, "{foreign}");
+        assert_eq!(components(&order).len(), 1 + together);
+        worker.complete(&order);
+        while worker.try_work().await {}
+        for job in &mut jobs {
+            end(job).await.unwrap();
+        }
+        at_rest(&queue).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn jobs_of_other_bases_or_versions_of_an_adapter_share_no_pass() {
+    let (queue, mut worker) = one_card().await;
+    let mut other_file = adapted(4, "me", &["ink"]);
+    let mut entry = (*other_file.entry).clone();
+    entry.adapters[0].path = "/adapters/elsewhere/ink".into();
+    other_file.entry = entry.into();
+    let specs = [
+        adapted(4, "me", &["ink"]),
+        other_file,
+        with_formats(in_rounds(4, "me", "one"), &[("transformer", "nf4")]),
+        adapted(4, "me", &["oil"]),
+    ];
+    let mut jobs = Vec::new();
+    for spec in specs {
+        jobs.push(queue.submit(spec).await.unwrap());
+    }
+    let order = denoise(&mut worker).await;
+    let expected = [(jobs[0].id.to_string(), 1), (jobs[3].id.to_string(), 1)];
+    assert_eq!(rounds(&order), expected);
+    worker.complete(&order);
+    while worker.try_work().await {}
+    for job in &mut jobs {
+        end(job).await.unwrap();
+    }
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_damaged_adapter_ends_only_its_own_job() {
+    let (queue, mut worker) = one_card().await;
+    let mut jobs = Vec::new();
+    for name in ["ink", "gone"] {
+        jobs.push(queue.submit(adapted(2, "me", &[name])).await.unwrap());
+    }
+    let order = denoise(&mut worker).await;
+    assert_eq!(adapters(&order), ["gone", "ink"]);
+    let failure = || {
+        let message = "gone cannot be read".to_owned();
+        Outcome::Failed(Failure::Model { message })
+    };
+    worker.finish(order.sharing[0].ticket, failure());
+    worker.finish(order.ticket, failure());
+    let mut alone = Vec::new();
+    loop {
+        settle().await;
+        let Some(Wire::Command(Command::Run(order))) = worker.try_next() else {
+            break;
+        };
+        if stage_of(&order) == "denoise" {
+            alone.push((adapters(&order).join(","), rounds(&order).len()));
+        }
+        match adapters(&order)[..] {
+            ["gone"] => worker.finish(order.ticket, failure()),
+            _ => worker.complete(&order),
+        }
+    }
+    let expected = [("ink", 1), ("ink", 1), ("gone", 1)];
+    assert_eq!(alone, expected.map(|(name, jobs)| (name.to_owned(), jobs)));
+    end(&mut jobs[0]).await.unwrap();
+    assert!(matches!(end(&mut jobs[1]).await, Err(Error::ModelDamaged(_))));
+    at_rest(&queue).await;
 }

@@ -490,6 +490,132 @@ fn add_term(
     layer.finish_each(outs).map(|()| true)
 }
 
+/// Rows, the results that terms are added to, and the terms.
+type AddedTo<'a> = (&'a Tensor, &'a Tensor, &'a [LowRank]);
+
+/// [`crate::add_low_rank`], with validated shapes: each of the parts of a batch with its terms. The terms of all parts are two batched
+/// products where they are alike.
+pub(crate) fn add_low_rank(parts: &[AddedTo<'_>], scratch: &Scratch) -> Result<()> {
+    let most = parts.iter().map(|(_, _, terms)| terms.len()).max();
+    for term in 0..most.unwrap_or(0) {
+        let with_term = parts.iter().filter_map(|(x, out, terms)| {
+            let term = terms.get(term)?;
+            Some((*x, *out, std::slice::from_ref(term)))
+        });
+        let with_term: Vec<AddedTo<'_>> = with_term.collect();
+        if with_term.len() > 1 && add_term_of_each(&with_term, scratch)? {
+            continue;
+        }
+        for (x, out, term) in with_term {
+            if !add_term(x, term, &[out], (Epilogue::None, true), scratch)? {
+                let shape = term.first().map(|term| term.up.shape());
+                candle_core::bail!("cuBLASLt has no algorithm for a low-rank term of {shape:?}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Adds the one term of each part to the results of its rows, as two batched products; `false`, and nothing is added, if these cannot do
+/// it: parts of other shapes, or at other distances.
+fn add_term_of_each(parts: &[AddedTo<'_>], scratch: &Scratch) -> Result<bool> {
+    let Some((x, out, [first])) = parts.first().copied() else {
+        return Ok(false);
+    };
+    let device = x.device().as_cuda_device()?;
+    let (rank, inputs) = first.down.dims2()?;
+    let outputs = first.up.dims()[0];
+    let size = x.dtype().size_in_bytes();
+    let (rows, results) = (Rows::of(x, inputs)?, Rows::of(out, outputs)?);
+    let mut at = Vec::with_capacity(parts.len());
+    for (x, out, terms) in parts {
+        let [term] = terms else {
+            return Ok(false);
+        };
+        let is_like = |rows: Rows, first: Rows| {
+            Rows {
+                start: first.start,
+                ..rows
+            } == first
+        };
+        let is_alike = term.down.dims() == first.down.dims()
+            && term.up.dims() == first.up.dims()
+            && term.factor.to_bits() == first.factor.to_bits()
+            && is_like(Rows::of(x, inputs)?, rows)
+            && is_like(Rows::of(out, outputs)?, results);
+        if !is_alike {
+            return Ok(false);
+        }
+        let places = [*x, &term.down, &term.up, *out].map(address_of);
+        let [x, down, up, out] = places;
+        at.push([x?, down?, up?, out?]);
+    }
+    let Some([xs, downs, ups, outs]) = distances(&at, size) else {
+        return Ok(false);
+    };
+    let card = Card::of(device)?;
+    let stream = device.cuda_stream();
+    let layer = Layer {
+        device,
+        card: &card,
+        stream: &stream,
+        outputs,
+        bias: None,
+        then: Epilogue::None,
+        adds: false,
+        out,
+        scratch,
+    };
+    let one = layer.shape(rows, inputs, layer.numbers()?)?;
+    if one.batch != 1 {
+        return Ok(false);
+    }
+    let of_part = one.tokens * rank;
+    let projected = scratch.place(0, parts.len() * of_part * size)?;
+    let down = ProductShape {
+        batch: parts.len(),
+        outputs: rank,
+        x_batch: xs,
+        out_row: rank,
+        out_batch: of_part,
+        added_batch: of_part,
+        weight_batch: downs,
+        ..one
+    };
+    let places = At {
+        weight: at[0][1],
+        x: at[0][0],
+        out: projected,
+        bias: None,
+        scales: None,
+        factor: first.factor as f32,
+        added: None,
+        workspace: card.workspace(device)?,
+    };
+    if !layer.try_to(&down, ProductEpilogue::Nothing, &places)? {
+        return Ok(false);
+    }
+    let up = ProductShape {
+        batch: parts.len(),
+        inputs: rank,
+        x_row: rank,
+        x_batch: of_part,
+        out_batch: outs,
+        added_batch: outs,
+        weight_batch: ups,
+        ..one
+    };
+    let places = At {
+        weight: at[0][2],
+        x: projected,
+        out: at[0][3],
+        factor: 1.0,
+        added: Some(at[0][3]),
+        ..places
+    };
+    layer.try_to(&up, ProductEpilogue::Nothing, &places)
+}
+
 /// Distances in elements between the addresses of each kind, where they are equal; 0 for a single address.
 fn distances<const KINDS: usize>(at: &[[u64; KINDS]], size: usize) -> Option<[usize; KINDS]> {
     let mut distances = [0; KINDS];

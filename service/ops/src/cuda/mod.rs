@@ -50,7 +50,7 @@ pub(crate) use euler::euler;
 #[cfg(test)]
 pub(crate) use linear::requantized;
 pub(crate) use linear::{
-    adapted_weight, add_product, linear_as_one, linear_into, linears_in_codes, multiplies_fp8,
+    adapted_weight, add_low_rank, add_product, linear_as_one, linear_into, linears_in_codes, multiplies_fp8,
     quantize_weight, shifted_bias,
 };
 pub(crate) use moments::group_moments;

@@ -536,6 +536,93 @@ fn low_rank_terms_of_layers_side_by_side_equal_each_alone() -> Result<()> {
 }
 
 #[test]
+fn terms_of_some_items_are_added_to_their_results_alone() -> Result<()> {
+    let device = crate::testing::test_device();
+    let scratch = Scratch::new(1 << 20, device)?;
+    let (items, tokens, outputs, inputs) = (5, 3, 48, 32);
+    let shape = [outputs, inputs];
+    // One item each, at equal distances, as copies beside each other are; several items, with one term, with two and with none.
+    let together = vec![(0..1, vec![0]), (1..2, vec![1]), (2..3, vec![2])];
+    let apart = vec![(0..2, vec![2, 0]), (3..4, vec![1]), (4..5, Vec::new())];
+    for (sets, dtype) in [&together, &apart]
+        .into_iter()
+        .flat_map(|sets| [(sets, DType::F32), (sets, DType::BF16)])
+    {
+        let part = |shape: &[usize], seed: u64| here(&random(shape, seed)?).to_dtype(dtype);
+        let (downs, ups) = (part(&[3, 4, inputs], 1)?, part(&[3, outputs, 4], 2)?);
+        let term = |which: usize| {
+            Ok(Term {
+                down: downs.get(which)?,
+                up: ups.get(which)?,
+                factor: if sets == &together {
+                    0.5
+                } else {
+                    0.5 - which as f64
+                },
+            })
+        };
+        // Rows of views: of heads beside others, and beside other rows.
+        let x = part(&[items, tokens, 2 * inputs], 3)?.narrow(2, inputs, inputs)?;
+        let whole = part(&[items, tokens, 6, 16], 4)?;
+        let before = whole.copy()?;
+        let out = whole.narrow(2, 1, 3)?;
+        let mut of_items = Vec::new();
+        for (items, terms) in sets {
+            let terms = terms.iter().map(|&which| Ok(term(which)?.as_term()));
+            of_items.push(TermsOfItems {
+                items: items.clone(),
+                terms: terms.collect::<Result<_>>()?,
+            });
+        }
+        add_low_rank(&x, shape, &of_items, &out, &scratch)?;
+        let numbers = |t: &Tensor| t.to_device(&Device::Cpu)?.to_dtype(DType::F32);
+        for item in 0..items {
+            let set = sets.iter().find(|(items, _)| items.contains(&item));
+            let terms = set.map_or(&[][..], |(_, terms)| terms).iter();
+            let terms = terms.map(|&which| term(which)).collect::<Result<Vec<_>>>()?;
+            let given = numbers(&before.get(item)?.narrow(1, 1, 3)?.contiguous()?)?;
+            let given = given.reshape((tokens, outputs))?;
+            let zeros = Tensor::zeros(&shape, DType::F32, &Device::Cpu)?;
+            let none = Tensor::zeros(outputs, DType::F32, &Device::Cpu)?;
+            let added = defined_with_terms(&x.get(item)?.contiguous()?, &zeros, &none, &terms)?;
+            let found = numbers(&out.get(item)?.contiguous()?)?.reshape((tokens, outputs))?;
+            match terms.is_empty() {
+                true => assert_eq!(found.to_vec2::<f32>()?, given.to_vec2::<f32>()?),
+                false => assert_close(&found, &(given + added)?, BF16_OPERATION)?,
+            }
+            for others in [0..1, 4..6] {
+                let part = |all: &Tensor| {
+                    numbers(
+                        &all.get(item)?
+                            .narrow(1, others.start, others.len())?
+                            .contiguous()?,
+                    )
+                };
+                let (found, given) = (part(&whole)?.flatten_all()?, part(&before)?.flatten_all()?);
+                assert_eq!(found.to_vec1::<f32>()?, given.to_vec1::<f32>()?);
+            }
+        }
+        // Items that are not there, and terms of another shape.
+        let beyond = TermsOfItems {
+            items: 4..6,
+            terms: vec![term(0)?.as_term()],
+        };
+        assert!(add_low_rank(&x, shape, &[beyond], &out, &scratch).is_err());
+        let other = LowRank {
+            down: term(0)?.down,
+            up: part(&[outputs - 1, 4], 5)?,
+            factor: 1.0,
+        };
+        let other = TermsOfItems {
+            items: 0..1,
+            terms: vec![other],
+        };
+        assert!(add_low_rank(&x, shape, &[other], &out, &scratch).is_err());
+    }
+    Ok(())
+}
+
+#[test]
 fn low_rank_terms_that_do_not_fit_are_refused() -> Result<()> {
     let device = crate::testing::test_device();
     let scratch = Scratch::new(1 << 20, device)?;

@@ -8,7 +8,7 @@ use ops::{Modulation, Norm, residual_norm_modulate};
 use super::buffers::TokenBuffers;
 use super::config::LayerConfig;
 use super::layers::{Attention, FeedForward, Others};
-use crate::adapters::AdaptedTensors;
+use crate::adapters::{AdaptedTensors, SetsOfItems};
 use crate::linear::Linear;
 use crate::rotary::Rotations;
 
@@ -102,13 +102,14 @@ impl Block {
         ops::add_residual(own, &self.table, None)
     }
 
-    /// Keys and values of its cross attention, from the embedded condition `[1, n, hidden_size]`.
+    /// Keys and values of its cross attention, from the embedded condition `[1, n, hidden_size]`, with a set of adapters.
     pub(super) fn keys_and_values(
         &self,
         condition: &Tensor,
+        set: &SetsOfItems,
         layer: &LayerConfig,
     ) -> Result<(Tensor, Tensor)> {
-        self.cross.keys_and_values(condition, layer)
+        self.cross.keys_and_values(condition, set, layer)
     }
 
     /// The norm at the beginning of the block.

@@ -8,6 +8,7 @@ use ops::{Scratch, allocated};
 
 use super::condition::LIBRARIES;
 use super::config::{LayerConfig, TransformerConfig};
+use crate::adapters::SetsOfItems;
 use crate::rotary::Rotations;
 
 /// Buffers of a pass over `[batch, tokens]`, reused by every layer. Queries, keys and values share memory with the gate of the
@@ -31,6 +32,8 @@ pub(super) struct TokenBuffers {
     pub(super) raised: Tensor,
     /// Workspace of linear layers.
     pub(super) scratch: Arc<Scratch>,
+    /// The set of adapters of each item.
+    pub(super) sets: SetsOfItems,
 }
 
 /// Buffers of the steps of requests of equal length, one or several in each pass.
@@ -101,11 +104,12 @@ impl TokenBuffers {
             gate: halves(&first)?,
             raised: halves(&second)?,
             scratch: Arc::new(Scratch::new(scratch_bytes, device)?),
+            sets: SetsOfItems::first_of(batch),
         })
     }
 
-    /// The part of the first `items` items of the batch.
-    pub(super) fn first(&self, items: usize) -> Result<TokenBuffers> {
+    /// The part of the first `items` items of the batch, which have these sets of adapters.
+    pub(super) fn first(&self, items: usize, sets: SetsOfItems) -> Result<TokenBuffers> {
         let first = |buffer: &Tensor| buffer.narrow(0, 0, items);
         let (_, tokens, _) = self.sum.dims3()?;
         let rows = |buffer: &Tensor| buffer.narrow(1, 0, items * tokens);
@@ -121,6 +125,7 @@ impl TokenBuffers {
             gate: first(&self.gate)?,
             raised: first(&self.raised)?,
             scratch: Arc::clone(&self.scratch),
+            sets,
         })
     }
 

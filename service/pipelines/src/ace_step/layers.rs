@@ -5,16 +5,13 @@ use std::ops::Range;
 
 use candle_core::{DType, Device, Tensor};
 use gpu::MissingTensor;
-use ops::{
-    Epilogue, Mask, Nonlinearity, Norm, Pairs, QkNorm, add_residual, linears_into, qk_norm_rope,
-    residual_norm_modulate,
-};
+use ops::{Mask, Nonlinearity, Norm, Pairs, QkNorm, add_residual, qk_norm_rope, residual_norm_modulate};
 
 use super::buffers::TokenBuffers;
 use super::config::LayerConfig;
 use crate::StageError;
-use crate::adapters::AdaptedTensors;
-use crate::linear::{Linear, largest_scratch};
+use crate::adapters::{AdaptedTensors, SetsOfItems};
+use crate::linear::{Linear, largest_scratch, linears_of_items_into};
 use crate::rotary::{Rotations, Rounded, rotations};
 
 /// Rows that items of a batch attend to.
@@ -87,30 +84,31 @@ impl Attention {
             value,
             attended,
             scratch,
+            sets,
             ..
         } = buffers;
-        let layers = [self.query.to(query)?, self.key.to(key)?, self.value.to(value)?];
-        linears_into(normed, &layers, Epilogue::None, scratch)?;
+        let layers = [(&self.query, query), (&self.key, key), (&self.value, value)];
+        linears_of_items_into(normed, &layers, sets, scratch)?;
         qk_norm_rope(query, key, self.norm(), Some(turned.angles()), Pairs::Halves)?;
         let mask = window.map_or(Mask::None, |tokens| Mask::Window {
             before: tokens,
             after: tokens,
         });
         ops::attention(query, key, value, self.scale, mask, attended)?;
-        self.output
-            .forward_into(attended, Epilogue::None, normed, scratch)
+        linears_of_items_into(attended, &[(&self.output, normed)], sets, scratch)
     }
 
-    /// Keys and values for [`Attention::to_others`], of the rows attended to, `[1, n, hidden_size]`.
+    /// Keys and values for [`Attention::to_others`], of the rows attended to, `[1, n, hidden_size]`, with a set of adapters.
     pub(super) fn keys_and_values(
         &self,
         others: &Tensor,
+        set: &SetsOfItems,
         layer: &LayerConfig,
     ) -> candle_core::Result<(Tensor, Tensor)> {
         let (_, count, _) = others.dims3()?;
         let shape = (1, count, layer.num_key_value_heads, layer.head_dim);
-        let key = self.key.forward(others)?.reshape(shape)?;
-        let value = self.value.forward(others)?.reshape(shape)?;
+        let key = self.key.forward_of_items(others, set)?.reshape(shape)?;
+        let value = self.value.forward_of_items(others, set)?.reshape(shape)?;
         // The operation normalizes queries too: here there are no queries.
         let none = Tensor::zeros((1, count, 1, layer.head_dim), key.dtype(), key.device())?;
         qk_norm_rope(&none, &key, self.norm(), None, Pairs::Halves)?;
@@ -126,17 +124,17 @@ impl Attention {
             key: unused,
             attended,
             scratch,
+            sets,
             ..
         } = buffers;
-        self.query.forward_into(normed, Epilogue::None, query, scratch)?;
+        linears_of_items_into(normed, &[(&self.query, query)], sets, scratch)?;
         // The operation normalizes keys too: those in the buffer are no longer needed.
         qk_norm_rope(query, unused, self.norm(), None, Pairs::Halves)?;
         for Others { items, keys, values } in others {
             let (query, attended) = buffers.as_one(items.clone())?;
             ops::attention(&query, keys, values, self.scale, Mask::None, &attended)?;
         }
-        self.output
-            .forward_into(attended, Epilogue::None, normed, scratch)
+        linears_of_items_into(attended, &[(&self.output, normed)], sets, scratch)
     }
 }
 
@@ -175,12 +173,13 @@ impl FeedForward {
             gate,
             raised,
             scratch,
+            sets,
             ..
         } = buffers;
-        let halves = [self.gate.to(gate)?, self.raise.to(raised)?];
-        linears_into(normed, &halves, Epilogue::None, scratch)?;
+        let halves = [(&self.gate, gate), (&self.raise, raised)];
+        linears_of_items_into(normed, &halves, sets, scratch)?;
         ops::glu(gate, raised, Nonlinearity::Silu, gate)?;
-        self.lower.forward_into(gate, Epilogue::None, normed, scratch)
+        linears_of_items_into(gate, &[(&self.lower, normed)], sets, scratch)
     }
 }
 

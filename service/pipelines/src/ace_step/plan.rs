@@ -25,7 +25,7 @@ use super::tasks::{first_step_of, keeps_source, starts_from_source};
 use super::tokens::{AudioDetokenizer, AudioTokenizer};
 use super::transformer::is_modulator;
 use crate::autoencoders::oobleck::{decode_ladder, encode_ladder};
-use crate::rounds::{Round, adapters_in_key, is_in_rounds, shared_pass};
+use crate::rounds::{Round, is_in_rounds, shared_pass};
 use crate::sampling::Denoiser;
 use crate::text::tokenizers::TokenizeError;
 use crate::{Audio, AudioTask, Clip, Medium, Request, RequestError, Role, Rung, StagePlan, ValueShape};
@@ -467,11 +467,12 @@ impl AceStepModel {
         let scratch = denoiser.scratch(buffers, rows(1), modulated, request);
         let of_two = denoiser.scratch(buffers + each, rows(2), modulated + of_round, request);
         let multiplied = self.parts.components.as_multiplied(TRANSFORMER);
-        let key = format!(
-            "{frames} frames {dtype:?}{multiplied} {}",
-            adapters_in_key(request)
-        );
-        let shared = shared_pass(request, key, of_two - scratch);
+        let key = format!("{frames} frames {dtype:?}{multiplied}");
+        let all_rows = rows(request.slots as usize);
+        let of_set = self
+            .adapters
+            .scratch_of_set(TRANSFORMER, &request.adapters, all_rows, dtype);
+        let shared = shared_pass(request, key, (of_two - scratch, of_set));
         let stage = |round: &Round| {
             let (takes, gives) = self.values_of_round(round, request, audio, prompt);
             StagePlan {

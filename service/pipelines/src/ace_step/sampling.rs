@@ -63,24 +63,26 @@ impl Conditions {
     }
 }
 
-/// The conditionings of a stage's requests by the values that they are made from: requests with equal values have one.
+/// The conditionings of a stage's requests by the values that they are made from, and by the set of adapters: requests in which both are
+/// equal have one.
 #[derive(Default)]
-pub(super) struct Known(Vec<(HostTensor, Rc<Conditioning>)>);
+pub(super) struct Known(Vec<(HostTensor, usize, Rc<Conditioning>)>);
 
 impl Known {
-    /// That of a value, which `make` makes the first time.
+    /// That of a value with a set of adapters, which `make` makes the first time.
     fn of(
         &mut self,
-        value: &HostTensor,
+        (value, set): (&HostTensor, usize),
         make: impl FnOnce() -> Result<Conditioning, StageError>,
     ) -> Result<Rc<Conditioning>, StageError> {
         // A value that a worker was sent once is the same memory in all requests, which is not compared.
         let is_same = |other: &HostTensor| std::ptr::eq(&*other.data, &*value.data) || other == value;
-        if let Some((_, conditioning)) = self.0.iter().find(|(other, _)| is_same(other)) {
+        let mut known = self.0.iter();
+        if let Some((_, _, conditioning)) = known.find(|(other, of, _)| *of == set && is_same(other)) {
             return Ok(Rc::clone(conditioning));
         }
         let conditioning = Rc::new(make()?);
-        self.0.push((value.clone(), Rc::clone(&conditioning)));
+        self.0.push((value.clone(), set, Rc::clone(&conditioning)));
         Ok(conditioning)
     }
 }
@@ -297,21 +299,21 @@ impl Stage<'_, AceStepModel> {
         Ok(Tensor::cat(&[source, changes], 1)?)
     }
 
-    /// The transformer with adapters.
-    pub(super) fn transformer(&self, adapters: &AttachedAdapters) -> Result<Transformer, StageError> {
+    /// The transformer with sets of adapters, at least one.
+    pub(super) fn transformer(&self, sets: &[AttachedAdapters]) -> Result<Transformer, StageError> {
         let component = (self.run.tensors)(TRANSFORMER)?;
-        let adapted = AdaptedTensors::new(&component, adapters);
+        let adapted = AdaptedTensors::of_sets(&component, sets);
         let transformer = Transformer::with_adapters(&self.model.transformer, &adapted);
         transformer.map_err(StageError::missing_in(TRANSFORMER))
     }
 
-    /// The conditions of the request's steps, some of which may be known. `go_on` is called before every block.
+    /// The conditions of the request's steps with a set of adapters, some of which may be known. `go_on` is called before every block.
     ///
     /// # Errors
     /// Errors of the device, and of `go_on`.
     pub(super) fn conditions(
         &self,
-        transformer: &Transformer,
+        (transformer, set): (&Transformer, usize),
         known: &mut Known,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<Conditions, StageError> {
@@ -322,8 +324,8 @@ impl Stage<'_, AceStepModel> {
             (Attends::Plain, PLAIN_CONDITION),
         ] {
             if attends == Attends::With || self.run.value_if_taken(name)?.is_some() {
-                let conditioning = known.of(self.run.value(name)?, || {
-                    transformer.condition(&self.value(name)?, go_on)
+                let conditioning = known.of((self.run.value(name)?, set), || {
+                    transformer.condition_of_set(&self.value(name)?, set, go_on)
                 })?;
                 conditions.push((attends, conditioning));
             }
@@ -334,7 +336,7 @@ impl Stage<'_, AceStepModel> {
     /// The conditions of a request that is alone in its passes.
     fn conditions_alone(&self, transformer: &Transformer) -> Result<Conditions, StageError> {
         let mut go_on = || self.observer.check_cancelled();
-        self.conditions(transformer, &mut Known::default(), &mut go_on)
+        self.conditions((transformer, 0), &mut Known::default(), &mut go_on)
     }
 
     /// Runs a round that is alone in its passes. For most requests this is a round of all steps.
@@ -346,7 +348,7 @@ impl Stage<'_, AceStepModel> {
             model
                 .adapters
                 .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
-        let transformer = self.transformer(&adapters)?;
+        let transformer = self.transformer(std::slice::from_ref(&adapters))?;
         let mut attended = self.conditions_alone(&transformer)?;
         // The modulations of all steps, in every round: products of fewer rows may round differently.
         let steps = sampling.steps();

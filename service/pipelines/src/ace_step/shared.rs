@@ -1,5 +1,5 @@
-//! Rounds of several requests in shared passes. Their tokens are one batch; each item has its own step, source, mask and
-//! condition.
+//! Rounds of several requests in shared passes. Their tokens are one batch; each item has its own step, source, mask,
+//! condition and set of adapters.
 //!
 //! A pass of several items has products of other shapes, so results equal those of requests that run alone only within
 //! rounding. A request with one slot never shares a pass, and is reproducible to the bit.
@@ -11,8 +11,8 @@ use super::model::{AceStepModel, TRANSFORMER};
 use super::plan::DENOISE;
 use super::sampling::{Attends, Conditions, Known, Sampling};
 use super::transformer::{Item, Times, Transformer};
-use crate::adapters::{AttachedAdapters, UsedAs};
-use crate::rounds::check_shared;
+use crate::adapters::{AttachedAdapters, SetsOfItems, UsedAs};
+use crate::rounds::{check_shared, set_of_adapters};
 use crate::stage::Stage;
 use crate::{Observer, StageError, StageRun, Unobserved, Values};
 
@@ -20,6 +20,8 @@ use crate::{Observer, StageError, StageRun, Unobserved, Values};
 struct Slot {
     /// The stage's place among the stages.
     number: usize,
+    /// Number of its set of adapters.
+    set: usize,
     sampling: Sampling,
     conditions: Conditions,
     /// Number of steps that are done.
@@ -55,19 +57,27 @@ struct Pass {
     first_time: usize,
 }
 
-/// The passes of each step, and the times of all passes, contiguous for each pass.
-fn passes_of(slots: &[Slot]) -> (Vec<Vec<Pass>>, Vec<f32>) {
+/// The times of all passes, and the set of adapters that each is embedded with.
+#[derive(Default)]
+struct PassTimes {
+    times: Vec<f32>,
+    sets: Vec<usize>,
+}
+
+/// The passes of each step, and their times, contiguous for each pass.
+fn passes_of(slots: &[Slot]) -> (Vec<Vec<Pass>>, PassTimes) {
     let rounds = slots.iter().map(|slot| slot.sampling.round.steps.len());
-    let mut times = Vec::new();
+    let mut all = PassTimes::default();
     let steps = (0..rounds.max().unwrap_or(0)).map(|pass| {
         let mut passes = Vec::new();
         for attends in [Attends::With, Attends::Without, Attends::Plain] {
-            let first_time = times.len();
+            let first_time = all.times.len();
             let mut places = Vec::new();
             for (place, slot) in slots.iter().enumerate().filter(|(_, slot)| slot.has(attends)) {
                 if let Some(step) = slot.step(pass) {
                     places.push(place);
-                    times.push(slot.sampling.latent.sigmas()[step]);
+                    all.times.push(slot.sampling.latent.sigmas()[step]);
+                    all.sets.push(slot.set);
                 }
             }
             if !places.is_empty() {
@@ -80,7 +90,7 @@ fn passes_of(slots: &[Slot]) -> (Vec<Vec<Pass>>, Vec<f32>) {
         }
         passes
     });
-    (steps.collect(), times)
+    (steps.collect(), all)
 }
 
 /// The transformer and the state with which passes are computed.
@@ -93,7 +103,8 @@ struct Computed<'a> {
 /// Requests in shared passes, and the observer of their steps.
 struct Together<'a> {
     slots: Vec<Slot>,
-    adapters: &'a AttachedAdapters,
+    /// The sets of adapters.
+    sets: &'a [AttachedAdapters],
     observer: &'a mut dyn Observer,
 }
 
@@ -148,7 +159,10 @@ impl Together<'_> {
                     self.observer.step_of(slot.number, step as u32 + 1, of);
                 }
                 Err(error @ StageError::NotFinite { .. }) => {
-                    slot.left = Some(self.adapters.named_as_cause(error));
+                    slot.left = Some(match self.sets.get(slot.set) {
+                        Some(adapters) => adapters.named_as_cause(error),
+                        None => error,
+                    });
                 }
                 Err(error) => return Err(error),
             }
@@ -158,8 +172,8 @@ impl Together<'_> {
 
     /// Runs all passes of the rounds.
     fn run_all(&mut self, transformer: &Transformer, on: (DType, &Device)) -> Result<(), StageError> {
-        let (steps, times) = passes_of(&self.slots);
-        let times = transformer.times(&times, on)?;
+        let (steps, PassTimes { times, sets }) = passes_of(&self.slots);
+        let times = transformer.times_of_sets(&times, &SetsOfItems::of(sets), on)?;
         let contexts: Vec<&Tensor> = self.slots.iter().map(|slot| &slot.sampling.context).collect();
         let buffers = transformer.shared_buffers(&contexts)?;
         let computed = Computed {
@@ -198,23 +212,34 @@ impl AceStepModel {
         let Some(first) = stages.first().filter(|first| first.plan.name == DENOISE) else {
             return Err(StageError::BadInput("only sampling shares passes".to_owned()));
         };
-        // Adapters and their strengths are equal, since the keys are equal.
-        let uses = &first.request.adapters;
-        let adapters = self
-            .adapters
-            .attach(uses, TRANSFORMER, UsedAs::Steps, first.tensors)?;
-        let transformer = self.transformer_of(first, &adapters)?;
+        // Which adapters each set has, by its first stage.
+        let (mut named, mut sets): (Vec<String>, Vec<AttachedAdapters>) = (Vec::new(), Vec::new());
+        let mut set_of_stage = Vec::with_capacity(stages.len());
+        for run in stages {
+            let name = set_of_adapters(run.request);
+            let known = named.iter().position(|other| *other == name);
+            if known.is_none() {
+                let uses = &run.request.adapters;
+                let attached = self
+                    .adapters
+                    .attach(uses, TRANSFORMER, UsedAs::Steps, run.tensors);
+                sets.push(attached?);
+                named.push(name);
+            }
+            set_of_stage.push(known.unwrap_or(named.len() - 1));
+        }
+        let transformer = self.transformer_of(first, &sets)?;
         let mut results: Vec<Result<Values, StageError>> = Vec::new();
-        let (mut slots, mut known) = (Vec::new(), Known::default());
-        for (number, run) in stages.iter().enumerate() {
-            match self.slot((number, run), &transformer, &mut known, observer) {
+        let (mut slots, mut known): (Vec<Slot>, _) = (Vec::new(), Known::default());
+        for (number, (run, set)) in stages.iter().zip(set_of_stage).enumerate() {
+            match self.slot((number, run), (&transformer, set), &mut known, observer) {
                 Ok(slot) => {
-                    // Next to each other, those with one condition attend to it together.
+                    // Next to each other, those with one set of adapters share the products of its terms, and those of them with
+                    // one condition attend to it together.
                     let begins_as = |other: &Slot| other.conditions.begins_as(&slot.conditions);
-                    let place = slots
-                        .iter()
-                        .rposition(begins_as)
-                        .map_or(slots.len(), |last| last + 1);
+                    let of_condition = slots.iter().rposition(begins_as);
+                    let of_set = || slots.iter().rposition(|other| other.set == slot.set);
+                    let place = of_condition.or_else(of_set).map_or(slots.len(), |last| last + 1);
                     slots.insert(place, slot);
                     results.push(Ok(Values::new()));
                 }
@@ -227,7 +252,7 @@ impl AceStepModel {
         }
         let mut together = Together {
             slots,
-            adapters: &adapters,
+            sets: &sets,
             observer,
         };
         together.run_all(&transformer, (self.parts.dtype(), first.device))?;
@@ -245,20 +270,24 @@ impl AceStepModel {
     fn transformer_of(
         &self,
         run: &StageRun<'_>,
-        adapters: &AttachedAdapters,
+        sets: &[AttachedAdapters],
     ) -> Result<Transformer, StageError> {
         let mut unobserved = Unobserved;
         let stage = Stage::new(self, run, &mut unobserved);
-        stage.transformer(adapters)
+        stage.transformer(sets)
     }
 
     fn slot(
         &self,
         (number, run): (usize, &StageRun<'_>),
-        transformer: &Transformer,
+        (transformer, set): (&Transformer, usize),
         known: &mut Known,
         observer: &dyn Observer,
     ) -> Result<Slot, StageError> {
+        // Without this its terms would be left out.
+        if let Some(problem) = self.adapters.problems(&run.request.adapters).into_iter().next() {
+            return Err(StageError::BadInput(problem.problem));
+        }
         let mut unobserved = Unobserved;
         let stage = Stage::new(self, run, &mut unobserved);
         let mut go_on = || match observer.is_cancelled(number) {
@@ -267,8 +296,9 @@ impl AceStepModel {
         };
         Ok(Slot {
             number,
+            set,
             sampling: Sampling::begin(&stage)?,
-            conditions: stage.conditions(transformer, known, &mut go_on)?,
+            conditions: stage.conditions((transformer, set), known, &mut go_on)?,
             made: 0,
             left: None,
         })

@@ -16,7 +16,7 @@ use super::buffers::{StepBuffers, TokenBuffers};
 use super::config::{SINUSOIDS, TransformerConfig};
 use super::layers::Others;
 use crate::StageError;
-use crate::adapters::AdaptedTensors;
+use crate::adapters::{AdaptedTensors, SetsOfItems};
 use crate::checkpoint::numbered;
 use crate::linear::{Linear, largest_scratch};
 use crate::rotary::{Rounded, rotations};
@@ -54,16 +54,21 @@ impl TimeEmbedding {
         })
     }
 
-    /// The embedding `[times, width]` and the modulation `[times, 6 width]`.
-    fn embed(&self, times: &[f32], dtype: DType, device: &Device) -> candle_core::Result<(Tensor, Tensor)> {
+    /// The embedding `[times, width]` and the modulation `[times, 6 width]`, each time with its set of adapters.
+    fn embed(
+        &self,
+        times: &[f32],
+        sets: &SetsOfItems,
+        (dtype, device): (DType, &Device),
+    ) -> candle_core::Result<(Tensor, Tensor)> {
         let [first, second] = &self.layers;
-        let embedded = first.forward(&sinusoids(times, SINUSOIDS, dtype, device)?)?;
+        let embedded = first.forward_of_items(&sinusoids(times, SINUSOIDS, dtype, device)?, sets)?;
         ops::activate(&embedded, Nonlinearity::Silu)?;
-        let embedded = second.forward(&embedded)?;
+        let embedded = second.forward_of_items(&embedded, sets)?;
         let activated = Tensor::zeros(embedded.shape(), dtype, device)?;
         ops::copy_rows(&embedded, &activated)?;
         ops::activate(&activated, Nonlinearity::Silu)?;
-        Ok((embedded, self.project.forward(&activated)?))
+        Ok((embedded, self.project.forward_of_items(&activated, sets)?))
     }
 }
 
@@ -92,8 +97,13 @@ pub struct Times {
     last: Tensor,
 }
 
-/// Keys and values of a condition for each block, `[1, n, heads, head_dim]`.
-pub struct Conditioning(Vec<(Tensor, Tensor)>);
+/// What the blocks attend to of a condition, with a set of adapters.
+pub struct Conditioning {
+    /// Keys and values for each block, `[1, n, heads, head_dim]`.
+    blocks: Vec<(Tensor, Tensor)>,
+    /// Number of the set, which the items that attend to it have.
+    set: usize,
+}
 
 /// A request in a pass.
 #[derive(Clone, Copy)]
@@ -142,7 +152,20 @@ impl Transformer {
     ///
     /// # Errors
     /// Errors of the device.
-    pub fn times(&self, times: &[f32], (dtype, device): (DType, &Device)) -> candle_core::Result<Times> {
+    pub fn times(&self, times: &[f32], on: (DType, &Device)) -> candle_core::Result<Times> {
+        self.times_of_sets(times, &SetsOfItems::first_of(times.len()), on)
+    }
+
+    /// As [`Transformer::times`], each time with its set of adapters.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn times_of_sets(
+        &self,
+        times: &[f32],
+        sets: &SetsOfItems,
+        on @ (dtype, device): (DType, &Device),
+    ) -> candle_core::Result<Times> {
         let rounded = |number: f32| match dtype {
             DType::BF16 => bf16::from_f32(number).to_f32(),
             _ => number,
@@ -151,8 +174,12 @@ impl Transformer {
             .iter()
             .map(|time| rounded(rounded(*time) * TIME_SCALE))
             .collect();
-        let (embedded, shared) = self.time.embed(&scaled, dtype, device)?;
-        let (elapsed, of_elapsed) = self.elapsed.embed(&[0.0], dtype, device)?;
+        let (embedded, shared) = self.time.embed(&scaled, sets, on)?;
+        // One row for all times, or with several sets one for each.
+        let (elapsed, of_elapsed) = match sets.only() {
+            Some(set) => self.elapsed.embed(&[0.0], &SetsOfItems::of([set]), on)?,
+            None => self.elapsed.embed(&vec![0.0; times.len()], sets, on)?,
+        };
         ops::add_residual(&embedded, &elapsed, None)?;
         ops::add_residual(&shared, &of_elapsed, None)?;
         let width = self.config.layer.hidden_size;
@@ -183,14 +210,30 @@ impl Transformer {
         condition: &Tensor,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<Conditioning, StageError> {
-        let embedded = self.condition_in.forward(&condition.unsqueeze(0)?)?;
-        let mut all = Vec::with_capacity(self.blocks.len());
+        self.condition_of_set(condition, 0, go_on)
+    }
+
+    /// As [`Transformer::condition`], with a set of adapters.
+    ///
+    /// # Errors
+    /// Errors of the device, and of `go_on`, which is called before every block.
+    pub(super) fn condition_of_set(
+        &self,
+        condition: &Tensor,
+        set: usize,
+        go_on: &mut dyn FnMut() -> Result<(), StageError>,
+    ) -> Result<Conditioning, StageError> {
+        let of_set = SetsOfItems::of([set]);
+        let embedded = self
+            .condition_in
+            .forward_of_items(&condition.unsqueeze(0)?, &of_set)?;
+        let mut blocks = Vec::with_capacity(self.blocks.len());
         for (i, block) in self.blocks.iter().enumerate() {
             go_on()?;
             self.stream.enter(BlockPlace::once(i))?;
-            all.push(block.keys_and_values(&embedded, &self.config.layer)?);
+            blocks.push(block.keys_and_values(&embedded, &of_set, &self.config.layer)?);
         }
-        Ok(Conditioning(all))
+        Ok(Conditioning { blocks, set })
     }
 
     /// Buffers of a request's steps, in the context of its source and mask `[frames, 2 channels]`.
@@ -270,7 +313,8 @@ impl Transformer {
     }
 
     /// [`Transformer::velocity`] of several requests in one pass, each in its own step: the times of their steps are
-    /// contiguous, from `first` on. Requests next to each other with one conditioning attend to it together. Except for rounding, no result depends on the other requests.
+    /// contiguous, from `first` on. Requests next to each other with one conditioning attend to it together, and those with one set of
+    /// adapters share the products of its terms. Except for rounding, no result depends on the other requests.
     ///
     /// # Errors
     /// When the buffers have no such places; errors of the device, and of `go_on`.
@@ -284,7 +328,8 @@ impl Transformer {
         let &StepBuffers { frames, channels, .. } = buffers;
         let (config, batch) = (&self.config, items.len());
         let width = config.layer.hidden_size;
-        let tokens = buffers.tokens.first(batch)?;
+        let sets = SetsOfItems::of(items.iter().map(|item| item.conditioning.set));
+        let tokens = buffers.tokens.first(batch, sets)?;
         let (_, count, _) = tokens.sum.dims3()?;
         for (row, item) in items.iter().enumerate() {
             let input = buffers.inputs.get(item.place);
@@ -323,7 +368,7 @@ impl Transformer {
             self.stream.enter(BlockPlace::each_pass(i))?;
             let window = config.layer.window(i, count);
             let of_block = attended.iter().filter_map(|(items, conditioning)| {
-                let (keys, values) = conditioning.0.get(i)?;
+                let (keys, values) = conditioning.blocks.get(i)?;
                 let items = items.clone();
                 Some(Others { items, keys, values })
             });

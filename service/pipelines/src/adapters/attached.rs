@@ -13,6 +13,7 @@ use ops::{Filter, Gate, LowRank, Onto, Steps};
 use super::StrengthCurve;
 use super::copies::{Copies, Copy};
 use super::open::AdapterPart;
+use super::side_by_side::side_by_side;
 use crate::StageError;
 
 /// The strength of an attached adapter in the step that is computed.
@@ -61,6 +62,16 @@ impl LayerTerm {
             up: gpu::to_device(&self.up, device)?,
             factor: self.scale * f64::from(strength),
         }))
+    }
+
+    /// The term `(x downᵀ) upᵀ`, of no strength but its numbers'.
+    pub(super) fn of_factors(down: Tensor, up: Tensor) -> LayerTerm {
+        LayerTerm {
+            down,
+            up,
+            scale: 1.0,
+            strength: CurrentStrength::new(1.0),
+        }
     }
 
     /// The rank of the term.
@@ -277,49 +288,70 @@ impl AttachedAdapters {
     }
 }
 
-/// The tensors of a component, and the adapters that are attached to it.
+/// The tensors of a component, and the adapters that are attached to it: one set, or several, each for some items of a batch.
 #[derive(Debug)]
 pub(crate) struct AdaptedTensors<'a> {
     base: &'a ComponentTensors,
-    adapters: AttachedAdapters,
+    /// At least one, which may have no adapter.
+    sets: Vec<AttachedAdapters>,
 }
 
 impl<'a> AdaptedTensors<'a> {
     /// A component with adapters.
     pub(crate) fn new(base: &'a ComponentTensors, adapters: &AttachedAdapters) -> AdaptedTensors<'a> {
+        AdaptedTensors::of_sets(base, std::slice::from_ref(adapters))
+    }
+
+    /// A component with sets of adapters, at least one. Where there are several, their strengths do not change.
+    pub(crate) fn of_sets(base: &'a ComponentTensors, sets: &[AttachedAdapters]) -> AdaptedTensors<'a> {
         AdaptedTensors {
             base,
-            adapters: adapters.clone(),
+            sets: sets.to_vec(),
         }
     }
 
-    /// The terms of a layer of this name.
+    /// The terms of a layer of this name, of each set. Those of several sets are copied side by side where that makes them one product.
     ///
     /// # Errors
-    /// When a tensor of an adapter is missing.
+    /// When a tensor of an adapter is missing, or cannot be copied.
     pub(crate) fn terms(
         &self,
         layer: &str,
         inputs: usize,
         outputs: usize,
-    ) -> Result<Vec<LayerTerm>, MissingTensor> {
-        self.adapters.of_layer(layer, inputs, outputs)
+        device: &Device,
+    ) -> Result<Vec<Vec<LayerTerm>>, MissingTensor> {
+        let of_set = |adapters: &AttachedAdapters| adapters.of_layer(layer, inputs, outputs);
+        let terms = self.sets.iter().map(of_set).collect::<Result<Vec<_>, _>>()?;
+        if terms.len() < 2 {
+            return Ok(terms);
+        }
+        let beside = side_by_side(&terms, device).map_err(|error| MissingTensor {
+            name: layer.to_owned(),
+            problem: error.to_string(),
+        })?;
+        Ok(beside.unwrap_or(terms))
+    }
+
+    /// The copies that are kept: a copy has the terms of one set.
+    fn copies(&self) -> Option<&Copies> {
+        match &self.sets[..] {
+            [only] => only.copies.as_ref(),
+            _ => None,
+        }
     }
 
     /// Whether a copy of the weight of a layer of this name is kept.
     pub(crate) fn keeps_copy(&self, layer: &str) -> bool {
-        self.adapters
-            .copies
-            .as_ref()
-            .is_some_and(|copies| copies.has(layer))
+        self.copies().is_some_and(|copies| copies.has(layer))
     }
 
     /// The copy of the weight of a layer of this name with its terms, if one is kept.
     pub(crate) fn copy_of(&self, layer: &str, weight: &Weight) -> Option<Copy> {
-        self.adapters.copies.as_ref()?.of_layer(layer, weight)
+        self.copies()?.of_layer(layer, weight)
     }
 
-    /// The terms of a convolution of this name, with a weight of this shape.
+    /// The terms of a convolution of this name, with a weight of this shape, of the first set: models with such terms have no other.
     ///
     /// # Errors
     /// When a tensor of an adapter is missing.
@@ -328,7 +360,8 @@ impl<'a> AdaptedTensors<'a> {
         layer: &str,
         weight: &[usize],
     ) -> Result<Vec<ConvolutionTerm>, MissingTensor> {
-        self.adapters.of_convolution(layer, weight)
+        let first = self.sets.first();
+        first.map_or(Ok(Vec::new()), |first| first.of_convolution(layer, weight))
     }
 }
 
@@ -336,7 +369,7 @@ impl<'a> From<&'a ComponentTensors> for AdaptedTensors<'a> {
     fn from(base: &'a ComponentTensors) -> AdaptedTensors<'a> {
         AdaptedTensors {
             base,
-            adapters: AttachedAdapters::default(),
+            sets: vec![AttachedAdapters::default()],
         }
     }
 }

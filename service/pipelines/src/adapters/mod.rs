@@ -11,6 +11,8 @@ mod copies;
 mod open;
 mod scales;
 mod set;
+mod sets_of_items;
+mod side_by_side;
 mod spelling;
 mod targets;
 
@@ -21,4 +23,5 @@ pub(crate) use copies::Copy;
 pub(crate) use open::is_control_net_class;
 pub(crate) use open::kind_of_folder;
 pub(crate) use set::{AdapterSet, ConvolutionRanks, UsedAs};
+pub(crate) use sets_of_items::SetsOfItems;
 pub(crate) use targets::TargetComponent;

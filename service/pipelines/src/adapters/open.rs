@@ -29,6 +29,8 @@ pub(crate) struct AdapterPart {
     pub(crate) rank: usize,
     /// Numbers of the factors of the largest layer.
     pub(crate) largest_numbers: usize,
+    /// Numbers of each factor of each linear layer.
+    pub(crate) numbers: Vec<usize>,
     /// Shapes of the linear layers that it changes, `[outputs, inputs]`.
     pub(crate) shapes: BTreeSet<[usize; 2]>,
     /// The convolutions that it changes, by layer the rank.
@@ -44,6 +46,7 @@ impl AdapterPart {
             scales: Arc::default(),
             rank: 0,
             largest_numbers: 0,
+            numbers: Vec::new(),
             shapes: BTreeSet::new(),
             convolutions: BTreeMap::new(),
         };
@@ -56,6 +59,8 @@ impl AdapterPart {
                 part.convolutions.insert(layer.name.clone(), term.rank);
             } else {
                 part.rank = part.rank.max(term.rank);
+                part.numbers
+                    .extend([layer.inputs, layer.outputs].map(|side| side * term.rank));
                 part.shapes.insert([layer.outputs, layer.inputs]);
             }
         }

@@ -141,6 +141,26 @@ impl AdapterSet {
         Bytes(of_parts.max().unwrap_or_default())
     }
 
+    /// Predicted scratch, in addition, of the adapters that a request uses on a component in a pass of several sets over so many rows:
+    /// copies of their factors, and the rows projected down.
+    pub(crate) fn scratch_of_set(
+        &self,
+        base: &str,
+        uses: &[AdapterUse],
+        tokens: usize,
+        dtype: DType,
+    ) -> Bytes {
+        let parts = self.parts(uses, base, UsedAs::Steps).map(|(_, part)| part);
+        let of_part = |part: &AdapterPart| {
+            let factors = part
+                .numbers
+                .iter()
+                .map(|count| ops::allocated(count * dtype.size_in_bytes()));
+            factors.sum::<u64>() + ops::projected_rows(SIDE_BY_SIDE * part.rank, tokens, dtype)
+        };
+        Bytes(parts.map(of_part).sum())
+    }
+
     /// Most bytes of copies of a layer's factors, by the terms of all adapters: layers over a part of the columns copy theirs.
     pub(crate) fn copied(&self, base: &str, dtype: DType) -> Bytes {
         let parts = self.0.iter().flat_map(|adapter| &adapter.parts);

@@ -26,7 +26,7 @@ use super::{
 };
 use crate::adapters::{AdapterError, AdapterFile, AdapterKind, AdapterReport};
 use crate::files::read_json;
-use crate::rounds::{Round, adapters_in_key, check_shared, is_in_rounds, shared_pass};
+use crate::rounds::{Round, check_shared, is_in_rounds, shared_pass};
 use crate::start::is_from_latent;
 
 /// Predicted bytes per second of a component's reload.
@@ -141,6 +141,11 @@ impl InstantModel {
         self.formats.push(None);
         self.adapters.push(file.name.clone());
         Ok(())
+    }
+
+    /// The formats of its components without those of adapters.
+    fn formats_of_checkpoint(&self) -> &[Option<WeightFormat>] {
+        &self.formats[..self.description.components.len()]
     }
 
     /// The names, of these component names, that the model has.
@@ -288,17 +293,16 @@ impl InstantModel {
         };
         let size = content_of(&request.medium);
         let key = format!(
-            "{} {size} {:?} {}",
+            "{} {size} {:?}",
             self.description.name,
-            self.formats,
-            adapters_in_key(request)
+            self.formats_of_checkpoint()
         );
         let each = whole.rungs.first().map_or(Bytes::ZERO, |rung| rung.scratch);
         StagePlan {
             steps: round.steps.end - round.steps.start,
             takes: of_text.chain(started).collect(),
             gives: vec![round.leaves(SAMPLING).unwrap_or_else(|| LATENT.to_owned())],
-            shared: shared_pass(request, key, each),
+            shared: shared_pass(request, key, (each, Bytes::ZERO)),
             // A preview of a shared pass would not show which of its requests it belongs to.
             preview: None,
             ..whole

@@ -1,8 +1,15 @@
 //! Folders, models and requests to begin with.
 
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
+use std::sync::Arc;
 
-use pipelines::{Audio, AudioTask, Clip, HostTensor, MediaFormat, Medium, Precision, Request, Values};
+use candle_core::{DType, Device, Tensor};
+use pipelines::ace_step::AceStepModel;
+use pipelines::{
+    AdapterFile, AdapterKind, AdapterUse, Audio, AudioTask, Clip, HostTensor, MediaFormat, Medium, Precision,
+    Request, StrengthCurve, Values,
+};
 use tempfile::TempDir;
 
 use crate::numbers::fixtures;
@@ -80,6 +87,65 @@ pub(crate) fn track(samples: u64, number: u64) -> Clip {
         },
         data: bytes.into(),
     }
+}
+
+/// A LoRA of every linear layer of the transformer, of a rank, in the names of diffusers.
+pub(crate) struct Lora {
+    pub(crate) name: &'static str,
+    pub(crate) rank: usize,
+    /// What its numbers are made of; every number is NaN for 0.
+    pub(crate) seed: usize,
+}
+
+/// A model with these adapters, all components resident; the folder has the files of the adapters.
+pub(crate) fn open_with(base: &Path, loras: &[Lora]) -> (TempDir, OpenModel) {
+    let files = TempDir::new().expect("a folder");
+    let weights = base.join("transformer/diffusion_pytorch_model.safetensors");
+    let weights = candle_core::safetensors::load(weights, &Device::Cpu).expect("the transformer");
+    let of_lora = |lora: &Lora| {
+        let mut factors = HashMap::new();
+        for (number, (name, weight)) in weights.iter().collect::<BTreeMap<_, _>>().into_iter().enumerate() {
+            let (Some(layer), &[outputs, inputs]) = (name.strip_suffix(".weight"), weight.dims()) else {
+                continue;
+            };
+            let mut factor = |part: &str, shape: [usize; 2]| {
+                let of = |at: usize| match lora.seed {
+                    0 => f32::NAN,
+                    seed => 0.15 * ((at * 7919 + number * 31 + seed * 104_729) as f32 * 0.37).sin(),
+                };
+                let numbers: Vec<f32> = (0..shape[0] * shape[1]).map(of).collect();
+                let numbers = Tensor::from_vec(numbers, &shape, &Device::Cpu).expect("numbers");
+                factors.insert(format!("transformer.{layer}.lora_{part}.weight"), numbers);
+            };
+            factor("A", [lora.rank, inputs]);
+            factor("B", [outputs, lora.rank]);
+        }
+        assert!(factors.len() > 40, "{}", factors.len());
+        let path = files.path().join(format!("{}.safetensors", lora.name));
+        candle_core::safetensors::save(&factors, &path).expect("a file");
+        AdapterFile {
+            name: lora.name.to_owned(),
+            path,
+            kind: AdapterKind::Lora,
+            ignores_unknown: false,
+        }
+    };
+    let model = AceStepModel::open(base, &Precision::full(DType::F32))
+        .expect("a sound model")
+        .expect("ACE-Step");
+    let adapters: Vec<AdapterFile> = loras.iter().map(of_lora).collect();
+    let model = model.adapted(&adapters).expect("adapters");
+    (files, OpenModel::of(Arc::new(model)))
+}
+
+/// A request's adapters, each with its strength.
+pub(crate) fn uses(adapters: &[(&str, f32)]) -> Vec<AdapterUse> {
+    let one = |&(name, strength): &(&str, f32)| AdapterUse {
+        name: name.to_owned(),
+        strength: StrengthCurve::constant(strength).expect("a strength"),
+        text_strength: 0.0,
+    };
+    adapters.iter().map(one).collect()
 }
 
 /// A small request.

@@ -6,7 +6,7 @@ use pipelines::{
 };
 
 use crate::device::{test_device, tolerances};
-use crate::given::{RATE, folder, new_track, of_source, open, request, track};
+use crate::given::{Lora, RATE, folder, new_track, of_source, open, open_with, request, track, uses};
 use crate::numbers::distance;
 use crate::open_model::{F32, OpenModel, on_cpu};
 
@@ -415,4 +415,212 @@ fn a_finished_request_keeps_its_values_when_the_others_are_cancelled() {
     let given = shared(&opened, &both, &mut told).expect("values");
     assert!(given[0].is_ok() && matches!(given[1], Err(StageError::Cancelled)));
     assert_eq!(told.made, [(0, 1, 8), (1, 3, 8)]);
+}
+
+const INK: Lora = Lora {
+    name: "ink",
+    rank: 4,
+    seed: 1,
+};
+const OIL: Lora = Lora {
+    name: "oil",
+    rank: 4,
+    seed: 2,
+};
+/// Of another rank, so that its terms are a product of their own.
+const CHALK: Lora = Lora {
+    name: "chalk",
+    rank: 3,
+    seed: 3,
+};
+const BROKEN: Lora = Lora {
+    name: "broken",
+    rank: 4,
+    seed: 0,
+};
+
+/// A set of adapters: names and strengths.
+type Set = &'static [(&'static str, f32)];
+
+/// Requests of one condition or of every kind, each with its set, in the same rounds as [`slots`].
+fn adapted(opened: &OpenModel, kinds_of: &[(usize, Set)]) -> Vec<Slot> {
+    let all = kinds();
+    let rounds = [(8, 0), (8, 3), (6, 2), (11, 1), (9, 2), (8, 1)];
+    let of = |(seed, &(kind, set)): (u64, &(usize, Set))| {
+        let (steps, round) = rounds[kind];
+        let request = Request {
+            seed,
+            steps,
+            slots: 6,
+            adapters: uses(set),
+            ..all[kind].1.clone()
+        };
+        slot(opened, &request, round)
+    };
+    (1..).zip(kinds_of).map(of).collect()
+}
+
+fn adapters_of(slot: &Slot) -> &str {
+    &slot.0.shared.as_ref().expect("it shares passes").adapters
+}
+
+#[test]
+fn requests_with_different_adapters_in_one_pass_equal_each_alone() {
+    let folder = folder(true);
+    let (_files, opened) = open_with(folder.path(), &[INK, OIL, CHALK]);
+    let cases: [&[(usize, Set)]; 5] = [
+        // One condition, none of which is attended to with other adapters.
+        &[(0, &[]), (0, &[("ink", 1.0)])],
+        &[
+            (0, &[("ink", 1.0)]),
+            (0, &[("oil", 1.0)]),
+            (0, &[("ink", 0.5)]),
+            (0, &[]),
+        ],
+        // Ranks that differ, or do not add up to the same; one set at several places.
+        &[
+            (0, &[("chalk", 0.7)]),
+            (1, &[("ink", 1.0), ("oil", -0.5)]),
+            (0, &[]),
+            (2, &[("chalk", 0.7)]),
+            (1, &[("ink", 1.0), ("oil", -0.5)]),
+        ],
+        // Every kind, some of them guided: passes of other sets than the first.
+        &[
+            (0, &[("ink", 1.0)]),
+            (1, &[("oil", 1.0)]),
+            (2, &[]),
+            (3, &[("oil", 1.0)]),
+            (4, &[("ink", 0.3), ("chalk", 1.0)]),
+            (5, &[("ink", 1.0)]),
+        ],
+        // A strength of 0 is none.
+        &[(0, &[("ink", 0.0)]), (0, &[]), (0, &[("oil", 1.0)])],
+    ];
+    for chosen in cases {
+        let slots = adapted(&opened, chosen);
+        let key = |slot: &Slot| slot.0.shared.clone().expect("it shares passes").key;
+        assert!(slots.iter().all(|slot| key(slot) == key(&slots[0])));
+        let given = shared(&opened, &slots, &mut Unobserved).expect("values");
+        for (number, ((plan, request, values), given)) in slots.iter().zip(given).enumerate() {
+            let given = given.expect("values");
+            let alone = |request: &Request| {
+                let given = opened.run(plan, 0, request, values, &mut Unobserved);
+                given.expect("values")
+            };
+            let expected = alone(request);
+            let plain = alone(&Request {
+                adapters: Vec::new(),
+                ..request.clone()
+            });
+            assert!(given.keys().eq(&plan.gives));
+            for (name, value) in &given {
+                let apart_from_plain = apart(value, &plain[name]);
+                let apart = apart(value, &expected[name]);
+                println!("{chosen:?}, {number}, {name}: {apart:.2e}; {apart_from_plain:.2e} from the base's");
+                assert!(apart <= rounding(name), "{chosen:?}, {number}, {name}: {apart:e}");
+                let has_adapters = !adapters_of(&slots[number]).is_empty();
+                assert_eq!(
+                    apart_from_plain > 1e-3,
+                    has_adapters,
+                    "{number}: {apart_from_plain:e}"
+                );
+            }
+        }
+    }
+    let none = adapted(&opened, &[(0, &[("ink", 0.0)])]);
+    assert_eq!(adapters_of(&none[0]), "");
+}
+
+#[test]
+fn a_request_that_fails_changes_no_bit_of_those_with_other_adapters() {
+    let folder = folder(true);
+    let (_files, opened) = open_with(folder.path(), &[INK, OIL, BROKEN]);
+    let with = |second: Set| {
+        let kinds: [(usize, Set); 4] = [(0, &[("ink", 1.0)]), (0, second), (1, &[]), (0, &[("ink", 1.0)])];
+        adapted(&opened, &kinds)
+    };
+    let undisturbed = shared(&opened, &with(&[("oil", 1.0)]), &mut Unobserved).expect("values");
+    let expect_others = |given: &[Result<Values, StageError>]| {
+        for number in [0, 2, 3] {
+            let (given, before) = (&given[number], &undisturbed[number]);
+            assert_eq!(given.as_ref().expect("values"), before.as_ref().expect("values"));
+        }
+    };
+    // An adapter whose numbers are not finite is named.
+    let given = shared(&opened, &with(&[("broken", 1.0)]), &mut Unobserved).expect("values");
+    match &given[1] {
+        Err(StageError::NotFinite { component, .. }) => {
+            assert!(component.starts_with("adapter:broken:transformer"), "{component}");
+        }
+        other => panic!("{other:?}"),
+    }
+    expect_others(&given);
+    // A condition that is not finite, beside a finite one of the same value with another set.
+    let mut broken = with(&[("oil", 1.0)]);
+    let condition = broken[1].2.get_mut("condition").expect("a condition");
+    let mut data = condition.data.to_vec();
+    data[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+    condition.data = data.into();
+    let given = shared(&opened, &broken, &mut Unobserved).expect("values");
+    assert!(matches!(&given[1], Err(StageError::NotFinite { component, .. }) if component == "transformer"));
+    expect_others(&given);
+    let mut told = Steps {
+        cancelled: vec![(1, 1)],
+        ..Steps::default()
+    };
+    let given = shared(&opened, &with(&[("oil", 1.0)]), &mut told).expect("values");
+    assert!(given[1].is_ok(), "its round has one step");
+    expect_others(&given);
+}
+
+#[test]
+fn a_pass_has_four_sets_of_adapters_at_most_and_none_that_the_model_lacks() {
+    let folder = folder(false);
+    let (_files, opened) = open_with(folder.path(), &[INK, OIL]);
+    let sets: [(usize, Set); 5] = [
+        (0, &[]),
+        (0, &[("ink", 1.0)]),
+        (0, &[("ink", 0.5)]),
+        (0, &[("oil", 1.0)]),
+        (0, &[("ink", 1.0), ("oil", 1.0)]),
+    ];
+    let slots = adapted(&opened, &sets);
+    let refused = shared(&opened, &slots, &mut Unobserved);
+    assert!(matches!(refused, Err(StageError::BadInput(_))));
+    let five = [&slots[..4], &slots[1..2]].concat();
+    let given = shared(&opened, &five, &mut Unobserved).expect("values");
+    assert!(given.iter().all(Result::is_ok), "several of one set");
+    // A model without one of the adapters would leave its terms out.
+    let (_own_file, other) = open_with(folder.path(), &[INK]);
+    let given = shared(&other, &slots[1..4], &mut Unobserved).expect("values");
+    assert!(given[0].is_ok() && given[1].is_ok());
+    assert!(matches!(&given[2], Err(StageError::BadInput(problem)) if problem.contains("oil")));
+}
+
+#[test]
+fn only_a_pass_of_several_sets_takes_memory_for_copies_of_factors() {
+    let folder = folder(false);
+    let (_files, opened) = open_with(folder.path(), &[INK, CHALK]);
+    let sets: [(usize, Set); 4] = [
+        (0, &[]),
+        (0, &[("ink", 1.0)]),
+        (0, &[("ink", 1.0)]),
+        (0, &[("chalk", 1.0)]),
+    ];
+    let slots = adapted(&opened, &sets);
+    let pass = |number: usize| slots[number].0.shared.as_ref().expect("it shares passes");
+    let scratch = |own: usize, others: &[usize]| {
+        let others: Vec<_> = others.iter().map(|&other| pass(other)).collect();
+        slots[own].0.clone().shared_with(&others).rungs[0].scratch
+    };
+    assert_eq!(scratch(1, &[]), slots[1].0.rungs[0].scratch);
+    assert_eq!(scratch(1, &[2]), scratch(1, &[]) + pass(2).scratch_each);
+    let of_sets = pass(1).scratch_of_set + pass(3).scratch_of_set;
+    assert_eq!(scratch(1, &[3]), scratch(1, &[]) + pass(3).scratch_each + of_sets);
+    assert_eq!(pass(0).scratch_of_set, residency::Bytes::ZERO);
+    // Its factors, and more.
+    let components = opened.model.components().iter();
+    let factors = components.filter(|component| component.name == "adapter:ink:transformer");
+    assert!(factors.map(|component| component.bytes).sum::<residency::Bytes>() < pass(1).scratch_of_set);
 }

@@ -256,11 +256,14 @@ impl Core {
             (JobStepKind::Load(Model::Replaced), Some(swap)) => &swap.old,
             _ => &job.entry,
         };
-        let model = self.location(entry, index);
+        let mut model = self.location(entry, index);
         let (policy, headroom) = (view.policy(job, index), need.headroom);
         let expected_ms = view.expected_step_ms(job, job.cursor, Some(index)).0;
         let ticket = self.ticket();
         let sharing = self.share(sharing, index, now);
+        for job in sharing.iter().filter_map(|(id, _)| self.jobs.get(id)) {
+            model = model.with_adapters_of(self.location(&job.entry, index));
+        }
         let tickets = sharing.iter().map(|(job, sharing)| (sharing.ticket, job.clone()));
         let tickets = tickets.collect();
         let order = Order {

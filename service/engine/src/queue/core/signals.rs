@@ -361,7 +361,11 @@ impl Core {
             self.learned
                 .stage_completed(key, open.model.family(), need, (index, card), &completed);
         }
-        for name in &completed.resident_already {
+        // Those of a shared pass are of all its jobs.
+        let is_own = |name: &String| !running.was_shared() || job.has_component(name);
+        let (resident, _): (Vec<&String>, Vec<&String>) =
+            completed.resident_already.iter().partition(|name| is_own(name));
+        for name in resident {
             if !job.report.resident_already.contains(name) {
                 job.report.resident_already.push(name.clone());
             }
@@ -650,20 +654,20 @@ impl Core {
     }
 }
 
-/// Whether a stage that shared passes is to be run again, alone: it did not end by a fault of its own.
+/// Whether a stage that shared passes is to be run again, alone: it did not end by a fault of its own, as far as the outcome tells. Files
+/// that are damaged or replaced may be adapters of another job.
 fn is_to_run_alone(outcome: &Outcome) -> bool {
     match outcome {
         Outcome::Wait(_)
         | Outcome::Never { .. }
         | Outcome::Cancelled
-        | Outcome::Failed(Failure::OutOfMemory { .. } | Failure::Internal(_)) => true,
-        Outcome::Completed(_)
         | Outcome::Failed(
-            Failure::NotFinite { .. }
+            Failure::OutOfMemory { .. }
+            | Failure::Internal(_)
             | Failure::Model { .. }
             | Failure::Replaced { .. }
-            | Failure::Unsupported { .. }
-            | Failure::BadInput(_),
-        ) => false,
+            | Failure::Unsupported { .. },
+        ) => true,
+        Outcome::Completed(_) | Outcome::Failed(Failure::NotFinite { .. } | Failure::BadInput(_)) => false,
     }
 }
