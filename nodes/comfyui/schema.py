@@ -193,6 +193,7 @@ def music_inputs() -> list[io.Input]:
 # others come last, in the order in which they came to be.
 PLACED = ("steps", "guidance", "max_sequence_length")
 FURTHER = ("negative_prompt", "true_guidance")
+NEWER = ("sampler", "step_cache", "fp8_attention")
 
 MAX_NUMBER = 1_000_000
 
@@ -251,11 +252,10 @@ def further_inputs(kind: type, unfolded: tuple[str, ...] = ()) -> list[io.Input]
 
 def newer_inputs(kind: type) -> list[io.Input]:
     """Inputs of all other options of a medium: of those that came to be since, and of what is new."""
-    return [
-        option_input(field, folded=True, optional=True)
-        for field in moored.sampling_fields(kind)
-        if field.option not in PLACED + FURTHER
-    ]
+    others = [one for one in moored.sampling_fields(kind) if one.option not in PLACED + FURTHER]
+    age = {option: place for place, option in enumerate(NEWER)}
+    others.sort(key=lambda one: age.get(one.option, len(NEWER)))
+    return [option_input(field, folded=True, optional=True) for field in others]
 
 
 def options_of(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,7 @@ fn round(path: &Path, adapters: &[AdapterFile]) -> (Arc<dyn Model>, StageWork) {
     let work = StageWork {
         components: components.cloned().collect(),
         later_stages: Vec::new(),
+        later_request: None,
         later: Vec::new(),
         values: plan.takes.iter().map(zeros).collect(),
         plan,
