@@ -127,7 +127,7 @@ fn identity_depends_on_the_format_that_the_family_gives_a_component() {
     let eight_bits = full.quantized(Quantization::preset(Preset::EightBit));
     let ids_of = |entry: &Entry| ids(&library.open(entry, &card("f32")).unwrap());
     let (of_full, of_eight_bits) = (ids_of(&full), ids_of(&eight_bits));
-    assert_eq!(of_eight_bits[0], format!("{}:int8", of_full[0]));
+    assert_eq!(of_eight_bits[0], format!("{}:int8-convrot", of_full[0]));
     assert_eq!(of_eight_bits[1], of_full[1], "the VAE is not large");
 }
 

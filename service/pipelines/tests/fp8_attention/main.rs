@@ -41,12 +41,15 @@ fn sampled(opened: &OpenModel, request: &Request) -> (Values, Vec<String>, Vec<P
     panic!("nothing is sampled");
 }
 
-/// The farthest of the values from those of the same name.
+/// The farthest of the values from those of the same name. What the first round of a solver has none of yet is left out.
 fn farthest(found: &Values, expected: &Values) -> f64 {
-    let apart = found
+    let both = found
         .iter()
-        .map(|(name, value)| distance(&on_cpu(value), &on_cpu(&expected[name])));
-    apart.fold(0.0, f64::max)
+        .map(|(name, value)| (on_cpu(value), on_cpu(&expected[name])));
+    let known = both.filter(|(_, expected)| distance(expected, expected) == 0.0);
+    known
+        .map(|(found, expected)| distance(&found, &expected))
+        .fold(0.0, f64::max)
 }
 
 #[test]
@@ -79,8 +82,8 @@ fn attention_in_fp8_is_planned_used_and_near_attention_in_full() {
         assert!(used.iter().any(|shape| shape.contains("in_fp8: true")), "{name}");
         let apart = farthest(&found, &expected);
         println!("{name}: {apart:.1e}");
-        // Random weights of two steps; as near as a rounding of 0.03 in each layer leaves them.
-        assert!((1e-5..0.1).contains(&apart), "{name}: {apart}");
+        // Random weights of two steps, of some under true guidance; as near as a rounding of 0.04 in each layer leaves them.
+        assert!((1e-5..0.15).contains(&apart), "{name}: {apart}");
     }
     assert_eq!(without, ["sdxl", "ace-step", "ace-step-cover"]);
 }
