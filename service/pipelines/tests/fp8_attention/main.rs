@@ -78,8 +78,14 @@ fn attention_in_fp8_is_planned_used_and_near_attention_in_full() {
         let (expected, used, _) = sampled(&opened, &full);
         assert!(!used.iter().any(|shape| shape.contains("in_fp8: true")), "{name}");
         let (found, used, planned) = sampled(&opened, &request);
-        assert_eq!(used, words(&planned), "{name}");
-        assert!(used.iter().any(|shape| shape.contains("in_fp8: true")), "{name}");
+        // Whether others are planned is asked in the tests of each family.
+        let in_fp8 = |shapes: Vec<String>| -> Vec<String> {
+            let those = shapes.into_iter().filter(|shape| shape.contains("in_fp8: true"));
+            those.collect()
+        };
+        let used = in_fp8(used);
+        assert!(!used.is_empty(), "{name}");
+        assert_eq!(used, in_fp8(words(&planned)), "{name}");
         let apart = farthest(&found, &expected);
         println!("{name}: {apart:.1e}");
         // Random weights of two steps, of some under true guidance; as near as a rounding of 0.04 in each layer leaves them.
