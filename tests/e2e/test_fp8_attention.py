@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import moored
+from PIL import Image
 
 from service import Service
 
@@ -29,8 +30,15 @@ def test_attention_in_fp8_is_told_in_the_report_and_in_the_file(
 
 
 def test_a_film_takes_it_too(demo_client: moored.Client) -> None:
-    asked: dict[str, Any] = {"model": "moored/demo-film", "steps": 1, "frames": 5, "seed": 3}
-    result = demo_client.generate_video("a red circle moves right", fp8_attention=True, **asked)
+    start = Image.new("RGB", (64, 64), "white")
+    asked: dict[str, Any] = {"steps": 1, "frames": 37, "width": 64, "height": 64, "seed": 3}
+    result = demo_client.generate_video(
+        "a red circle moves right",
+        model="moored/demo-film",
+        init_image=start,
+        fp8_attention=True,
+        **asked,
+    )
     assert "with attention in fp8" in " ".join(result.approximations)
 
 

@@ -516,7 +516,7 @@ def test_weights_stored_quantized_are_not_quantized_again(
 
 
 def test_a_pickle_in_full_precision_is_quantized_like_any_file(reader: moored.Client) -> None:
-    formats = {"transformer": "int8", "text_encoder_2": "int8"}
+    formats = dict.fromkeys(("transformer", "text_encoder_2"), "int8-convrot")
     assert (
         mistakes(reader, moored.ModelRef("pickled", quantization="8-bit"), formats, PICTURES_STORED)
         == []
@@ -542,7 +542,7 @@ def test_a_picture_from_a_scale_that_is_not_finite_is_refused(
         )
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "nf4", "nf4-double"])
+@pytest.mark.parametrize("name", ["int8-convrot", "int8", "fp8", "nf4", "nf4-double"])
 def test_pictures_of_formats_made_at_load_show_their_prompts(
     demo_client: moored.Client, name: str
 ) -> None:
