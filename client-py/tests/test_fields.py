@@ -66,7 +66,7 @@ def test_forms_ask_in_one_way_for_how_a_result_is_sampled() -> None:
         assert sampling <= found
         assert not others & found
     images = {field.option for field in moored.sampling_fields(moored.ImageOptions)}
-    assert images == sampling | {"sampler"}
+    assert images == sampling | {"sampler", "fp8_attention"}
     tooltip = fields(moored.ImageOptions)["true_guidance"].tooltip
     assert "negative_prompt" in tooltip
     assert not {"`", "Default"} & {*tooltip, *tooltip.split()}
