@@ -6,6 +6,7 @@
 //! made earlier by the time of one short order. The worker plans it again when it begins it, like any other.
 
 use super::cards::InFlight;
+use super::passes::are_alike;
 use super::record::{JobRecord, State};
 use super::steps::JobStepKind;
 use super::view::View;
@@ -52,10 +53,9 @@ impl View<'_> {
             other.begun
                 && matches!(other.state, State::Queued { .. })
                 && !other.attempt.alone
-                && other.entry.key == job.entry.key
                 && other
                     .shared_pass(other.cursor)
-                    .is_some_and(|pass| pass.key == left.key)
+                    .is_some_and(|pass| are_alike((job, left), (other, pass)))
                 && self.may_use(other, card)
                 && !self.joins_running(other, card)
         };
@@ -97,9 +97,7 @@ impl View<'_> {
             .filter_map(|id| self.jobs.get(id));
         running.any(|other| {
             let next = other.shared_pass(other.cursor + 1);
-            !other.is_ending()
-                && other.entry.key == job.entry.key
-                && next.is_some_and(|next| next.key == pass.key)
+            !other.is_ending() && next.is_some_and(|next| are_alike((job, pass), (other, next)))
         })
     }
 
@@ -109,7 +107,7 @@ impl View<'_> {
         is_known && ms <= LONGEST_MS
     }
 
-    /// Whether a job's next stage would begin at once behind an order: it is short and fits beside it, its values are not being made,
+    /// Whether a job's next stage would begin at once after an order: it is short and fits beside it, its values are not being made,
     /// and no attempt at it has failed. It is of the same model, whose files the worker has opened: for those of another it might have
     /// to be started again.
     fn can_go_ahead(&self, job: &JobRecord, card: usize, running: &InFlight) -> bool {

@@ -11,6 +11,14 @@ use crate::admission::{Admission, choose_rung};
 use crate::job::JobId;
 use crate::need::Need;
 
+/// Whether passes of two jobs are alike: of one base, whatever their adapters are, and of one key.
+pub(super) fn are_alike(
+    (job, pass): (&JobRecord, &SharedPass),
+    (other, of_other): (&JobRecord, &SharedPass),
+) -> bool {
+    job.entry.is_of_one_base(&other.entry) && pass.key == of_other.key
+}
+
 impl View<'_> {
     /// The jobs that share the passes of a job's next stage on a card, the earliest first, and their common need; `None`
     /// if it runs alone.
@@ -136,8 +144,8 @@ impl View<'_> {
             }
             if let Some(pass) = self.any_pass(job).filter(|_| self.passes_next(job)) {
                 let has_pass = |other: &JobRecord| {
-                    other.entry.is_of_one_base(&job.entry)
-                        && self.any_pass(other).is_some_and(|of| of.key == pass.key)
+                    let of = self.any_pass(other);
+                    of.is_some_and(|of| are_alike((job, pass), (other, of)))
                 };
                 let joins = |other: &&&JobRecord| {
                     !placed.contains(&other.id)
