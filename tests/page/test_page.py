@@ -67,6 +67,7 @@ def findings(page: Page) -> str:
 def test_axe_finds_nothing_in_any_view(browser: Browser, serve: Serve, colours: str) -> None:
     service = serve(devices=("sim:40GiB,foreign=4GiB", "sim:80GiB,index=1"))
     with service.client(client_id="another program") as client:
+        client.wait_until_ready(card="sim:1")  # the larger one: both go there
         client.load("flux-full")
         client.pin("flux-full")
         client.reserve(6 * 2**30, label="a game")

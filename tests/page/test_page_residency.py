@@ -46,6 +46,7 @@ def shares(page: Page, card: str) -> dict[str, float]:
 def test_cards_are_drawn_to_scale_with_their_contents(browser: Browser, serve: Serve) -> None:
     service = serve(devices=("sim:40GiB,foreign=4GiB", "sim:80GiB,index=1"))
     with service.client() as client, opened(browser, service, "#cards") as page:
+        client.wait_until_ready(card="sim:1")
         client.load("flux-full")
         on = next(card for card in client.status().cards if card.residents)
         client.reserve(2 * 2**30, label="a game", card=on.id)
