@@ -131,6 +131,7 @@ impl Recipe {
             sampler,
             step_cache,
             fp8_attention,
+            cards: _, // the result is the same on one
             seed,
             max_sequence_length,
             strength,
@@ -182,6 +183,7 @@ impl Recipe {
             sampler: self.sampler,
             step_cache: self.step_cache,
             fp8_attention: self.fp8_attention,
+            cards: None,
             seed: is_read.then_some(self.seed),
             max_sequence_length: number(self.max_sequence_length),
             strength: self.strength,

@@ -57,7 +57,7 @@ pub use request::{
 };
 pub use resize::{Filter, ReferenceFit, resized, resized_by, resized_while};
 pub use sampler::Sampler;
-pub use sampling::{MAX_PROMPT_BYTES, MAX_STEPS, MAX_TOKENS, Sampling};
+pub use sampling::{MAX_CARDS, MAX_PROMPT_BYTES, MAX_STEPS, MAX_TOKENS, Sampling};
 pub use smaller::{nearest_frames, smaller_lengths, smaller_sides};
 pub use stage_run::{Observer, PassesLeftOut, StageRun, Unobserved};
 pub use steps::{decimal, first_step, first_whole_step};

@@ -13,6 +13,8 @@ pub enum Field {
     Sampler,
     StepCache,
     Fp8Attention,
+    /// More cards than one.
+    Cards,
     Adapters,
     /// A picture to start from.
     InitImage,
@@ -47,6 +49,7 @@ impl Field {
             Field::Sampler => "sampler",
             Field::StepCache => "step_cache",
             Field::Fp8Attention => "fp8_attention",
+            Field::Cards => "cards",
             Field::Adapters => "adapters",
             Field::InitImage => "init_image",
             Field::EndImage => "end_image",
@@ -126,6 +129,7 @@ fn asked(request: &Request) -> Vec<Field> {
         sampler,
         step_cache,
         fp8_attention,
+        cards,
         from_values,
         adapters,
         medium,
@@ -145,6 +149,7 @@ fn asked(request: &Request) -> Vec<Field> {
         (Field::Sampler, sampler.is_some()),
         (Field::StepCache, *step_cache != 0.0),
         (Field::Fp8Attention, *fp8_attention),
+        (Field::Cards, *cards > 1),
         (Field::Adapters, !adapters.is_empty()),
         (Field::InitLatent, *from_values),
     ];

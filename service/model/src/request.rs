@@ -23,6 +23,11 @@ pub struct InitImage {
 /// Default strength of image to image.
 const IMAGE_STRENGTH: f32 = 0.6;
 
+/// A request that does not say otherwise is sampled on one card.
+const fn one_card() -> u32 {
+    1
+}
+
 /// Which part of a picture changes, of the picture's size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Mask {
@@ -71,6 +76,9 @@ pub struct Request {
     /// Whether attention is computed in e4m3, where the card has it.
     #[serde(default)]
     pub fp8_attention: bool,
+    /// How many cards sample together, each a part of the tokens: 1 or 2.
+    #[serde(default = "one_card")]
+    pub cards: u32,
     /// Seed of the starting noise.
     pub seed: u64,
     /// Maximum prompt length in tokens; a family may pad to this length.
@@ -329,6 +337,7 @@ impl Request {
             sampler: None,
             step_cache: 0.0,
             fp8_attention: false,
+            cards: one_card(),
             seed: 0,
             max_sequence_length,
             strength: match medium {

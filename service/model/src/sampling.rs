@@ -9,6 +9,8 @@ use crate::sampler::Sampler;
 pub const MAX_STEPS: u32 = 200;
 /// Maximum tokens of a prompt, as in the references.
 pub const MAX_TOKENS: u32 = 512;
+/// Maximum of cards that sample together.
+pub const MAX_CARDS: u32 = 2;
 /// Maximum length of a prompt in bytes, as UTF-8; far more than its tokens can hold: 10,000 characters of four bytes.
 pub const MAX_PROMPT_BYTES: usize = 40_000;
 
@@ -24,6 +26,7 @@ pub struct Sampling {
     pub sampler: Option<Sampler>,
     pub step_cache: Option<f32>,
     pub fp8_attention: Option<bool>,
+    pub cards: Option<u32>,
     pub seed: Option<u64>,
     pub max_sequence_length: Option<u32>,
     pub strength: Option<f32>,
@@ -41,6 +44,7 @@ impl Sampling {
             sampler: self.sampler.or(other.sampler),
             step_cache: self.step_cache.or(other.step_cache),
             fp8_attention: self.fp8_attention.or(other.fp8_attention),
+            cards: self.cards.or(other.cards),
             seed: self.seed.or(other.seed),
             max_sequence_length: self.max_sequence_length.or(other.max_sequence_length),
             strength: self.strength.or(other.strength),
@@ -59,6 +63,7 @@ impl Sampling {
             sampler,
             step_cache,
             fp8_attention,
+            cards,
             seed,
             max_sequence_length,
             strength,
@@ -71,6 +76,7 @@ impl Sampling {
             sampler: sampler.or(request.sampler),
             step_cache: step_cache.unwrap_or(request.step_cache),
             fp8_attention: fp8_attention.unwrap_or(request.fp8_attention),
+            cards: cards.unwrap_or(request.cards),
             seed: seed.unwrap_or(request.seed),
             max_sequence_length: max_sequence_length.unwrap_or(request.max_sequence_length),
             strength: strength.unwrap_or(request.strength),
@@ -107,6 +113,10 @@ pub(crate) fn sampling_problems(request: &Request) -> Vec<RequestError> {
     if !(0.0..=1.0).contains(&request.step_cache) {
         let found = request.step_cache;
         refuse("step_cache", format!("is {found}; 0 to 1 is expected"));
+    }
+    if !(1..=MAX_CARDS).contains(&request.cards) {
+        let found = request.cards;
+        refuse("cards", format!("is {found}; 1 to {MAX_CARDS} is expected"));
     }
     if !(1..=MAX_TOKENS).contains(&request.max_sequence_length) {
         let found = request.max_sequence_length;

@@ -33,6 +33,13 @@ pub trait Observer {
             false => Ok(()),
         }
     }
+    /// Sends the other card that runs the stage what it needs to write to this one, and waits for the same of it.
+    ///
+    /// # Errors
+    /// [`StageError::BadInput`] if no other card runs the stage; [`StageError::Cancelled`] once it has ended.
+    fn meet(&mut self, _offer: &[u8]) -> Result<Vec<u8>, StageError> {
+        Err(StageError::BadInput("no other card runs this stage".to_owned()))
+    }
     /// Reports how many of the passes over its blocks the stage has left out ([`Request::step_cache`]).
     fn left_out(&mut self, _passes: PassesLeftOut) {}
     /// As [`Observer::step`], for one of several stages in shared passes: `_stage` is its place among them.
@@ -84,6 +91,8 @@ pub struct StageRun<'a> {
     pub tensors: &'a dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
     /// Device of the tensors, and of the computation.
     pub device: &'a candle_core::Device,
+    /// The part of this card, from 0, where [`Request::cards`] cards run the stage together; `None`: it runs alone.
+    pub part: Option<u32>,
 }
 
 impl StageRun<'_> {

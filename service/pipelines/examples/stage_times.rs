@@ -89,6 +89,7 @@ fn times_of_stages(
             values: &values,
             tensors: &give,
             device: &Device::Cpu,
+            part: None,
         };
         let given = model.run(&stage, &mut Unobserved)?;
         times.push((plan.name.clone(), start.elapsed().as_secs_f64()));

@@ -187,6 +187,7 @@ impl SdRequest {
                 sampler: self.sampler().filter(|_| takes_sampler),
                 step_cache: None,
                 fp8_attention: None,
+                cards: None,
                 seed: self.seed.and_then(|seed| u64::try_from(seed).ok()),
                 max_sequence_length: None,
                 strength: None,

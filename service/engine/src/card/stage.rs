@@ -270,6 +270,7 @@ impl Card {
                 values: &work.values,
                 tensors: &tensors,
                 device: gpu.device(),
+                part: None,
             });
         let stages: Vec<_> = stages.collect();
         let mathematics = || match &stages[..] {

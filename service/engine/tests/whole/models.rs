@@ -114,6 +114,7 @@ impl Models {
                 values: &values,
                 tensors: &tensors,
                 device: &Device::Cpu,
+                part: None,
             };
             let given = self.reference_model.run(&stage, &mut painted).unwrap();
             values.extend(given);

@@ -131,6 +131,7 @@ fn run(
         values: &taken.collect(),
         tensors: &|_: &str| Ok(Arc::new(ComponentTensors::default())),
         device: &Device::Cpu,
+        part: None,
     };
     let given = model.run(&stage, observer)?;
     let mut named: Vec<&String> = plan.gives.iter().collect();
@@ -938,6 +939,7 @@ fn run_shared(
             values,
             tensors: &|_: &str| Ok(Arc::new(ComponentTensors::default())),
             device: &Device::Cpu,
+            part: None,
         })
         .collect();
     model.run_shared(&stages, observer)

@@ -66,6 +66,7 @@ fn shared_passes_use_the_planned_shapes() {
         values: &values,
         tensors: &tensors,
         device: test_device(),
+        part: None,
     };
     let mut used = BTreeSet::new();
     for slots in 1..=3 {

@@ -187,6 +187,7 @@ fn shared(
             values,
             tensors: &tensors,
             device: test_device(),
+            part: None,
         })
         .collect();
     opened.model.run_shared(&stages, observer)

@@ -145,6 +145,7 @@ impl<M: Model + ?Sized> OpenModel<M> {
             values: &taken.collect(),
             tensors: &tensors,
             device: test_device(),
+            part: None,
         };
         let result = self.model.run(&stage, observer);
         if let Ok(given) = &result {
