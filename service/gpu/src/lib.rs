@@ -47,7 +47,7 @@ pub use card::{CardDescription, CardKind, CardSpeeds, FP8_PRODUCTS_SINCE, Gpu, G
 pub use checkpoint::{CheckpointFile, MAX_HEADER_BYTES, TensorEntry, git_lfs_pointer};
 pub use cpu::{CpuCard, CpuSettings};
 #[cfg(feature = "cuda")]
-pub use cuda::library_workspace;
+pub use cuda::{OpenedMemory, SHARED_HANDLE_BYTES, SharedMemory, SharedNumber, library_workspace};
 pub use cuda_settings::{CudaDtype, CudaSettings, CudaSettingsError, CudaWhich};
 pub use discover::{DeviceChoice, DeviceSpec, DeviceSpecError, Discovered, OpenError, open};
 pub use faults::{Fault, FaultAction};

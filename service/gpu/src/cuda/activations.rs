@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, c_void};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 
 use cudarc::driver::{CudaContext, CudaStream, DriverError, sys};
@@ -27,6 +28,8 @@ struct OfStream {
     stream: sys::CUstream,
     addresses: Range<sys::CUdeviceptr>,
     arena: Mutex<Arena<Chunks>>,
+    /// Bytes that stages have on the card outside of the arena, and their maximum.
+    outside: [AtomicU64; 2],
 }
 
 // SAFETY: the stream is a handle that the driver synchronizes; it is kept alive by the arena's chunks.
@@ -45,6 +48,40 @@ impl std::fmt::Debug for OfStream {
 impl OfStream {
     fn arena(&self) -> MutexGuard<'_, Arena<Chunks>> {
         self.arena.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl OfStream {
+    fn outside(&self) -> Bytes {
+        Bytes(self.outside[0].load(Ordering::Relaxed))
+    }
+}
+
+/// Counts memory that a stage has on the card outside of the arena among the activations of a stream, until it is dropped.
+#[derive(Debug)]
+pub(super) struct Outside {
+    of: Option<Arc<OfStream>>,
+    bytes: u64,
+}
+
+impl Outside {
+    /// Counts these bytes. A stream without an arena counts nothing.
+    pub(super) fn count(stream: &CudaStream, bytes: u64) -> Outside {
+        let streams = STREAMS.read().unwrap_or_else(PoisonError::into_inner);
+        let of = streams.iter().find(|of| of.stream == stream.cu_stream()).cloned();
+        if let Some(of) = &of {
+            let now = of.outside[0].fetch_add(bytes, Ordering::Relaxed) + bytes;
+            of.outside[1].fetch_max(now, Ordering::Relaxed);
+        }
+        Outside { of, bytes }
+    }
+}
+
+impl Drop for Outside {
+    fn drop(&mut self) {
+        if let Some(of) = &self.of {
+            of.outside[0].fetch_sub(self.bytes, Ordering::Relaxed);
+        }
     }
 }
 
@@ -73,6 +110,7 @@ impl Activations {
             stream: stream.cu_stream(),
             addresses: base..base + length,
             arena: Mutex::new(Arena::new(chunks, length)),
+            outside: Default::default(),
         });
         let mut streams = STREAMS.write().unwrap_or_else(PoisonError::into_inner);
         streams.push(Arc::clone(&of_stream));
@@ -81,26 +119,29 @@ impl Activations {
 
     /// Bytes that are allocated.
     pub(super) fn used(&self) -> Bytes {
-        self.0.arena().used()
+        self.0.arena().used() + self.0.outside()
     }
 
     /// Bytes of the card's memory that it has, allocated or not.
     pub(super) fn reserved(&self) -> Bytes {
-        self.0.arena().mapped()
+        self.0.arena().mapped() + self.0.outside()
     }
 
     /// Maxima since [`Activations::forget_peak`].
     pub(super) fn peak(&self) -> Peak {
         let arena = self.0.arena();
+        let outside = Bytes(self.0.outside[1].load(Ordering::Relaxed));
         Peak {
-            used: arena.used_peak(),
-            reserved: arena.mapped_peak(),
+            used: arena.used_peak() + outside,
+            reserved: arena.mapped_peak() + outside,
             moved: arena.moved(),
         }
     }
 
     pub(super) fn forget_peak(&self) {
         self.0.arena().forget_peak();
+        let now = self.0.outside();
+        self.0.outside[1].store(now.0, Ordering::Relaxed);
     }
 
     /// Bounds the memory that it has from now on.

@@ -11,6 +11,7 @@ mod placer;
 mod pool;
 mod quantize;
 mod region;
+mod shared;
 mod speeds;
 mod staging;
 mod streaming;
@@ -40,6 +41,7 @@ use activations::{Activations, Peak};
 use parted::{KeptBlocks, PartedComponent};
 use pool::{PinnedInPlace, Pool, has_in_one_piece, is_allocated, is_out_of_memory};
 use quantize::Kernels;
+pub use shared::{OpenedMemory, SHARED_HANDLE_BYTES, SharedMemory, SharedNumber};
 use staging::{Allocation, PinnedRing, Reading, Staging};
 
 /// cuBLAS allocates a hidden workspace unless the caller sets one. This is its size on compute capability 9; older cards

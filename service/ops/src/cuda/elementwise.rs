@@ -121,6 +121,18 @@ impl RowLayout {
         };
         Ok((place, narrow(rows.count())?))
     }
+
+    /// Rows one after the other at an address.
+    fn place_at(&mut self, start: u64, rows: u32) -> StridedRows {
+        self.is_wide &= start.is_multiple_of(ALIGNMENT);
+        StridedRows {
+            start,
+            batch_stride: u64::from(rows) * self.columns as u64,
+            row_stride: self.columns as u64,
+            rows,
+            unused: 0,
+        }
+    }
 }
 
 fn narrow(number: usize) -> Result<u32> {
@@ -142,7 +154,46 @@ pub(crate) fn copy_rows(x: &Tensor, ids: Option<&Tensor>, out: &Tensor, columns:
         return Ok(());
     }
     let mut layout = RowLayout::in_rows_of(columns);
-    let ((from, table), (to, rows)) = (layout.place(x)?, layout.place(out)?);
+    let (from, to) = (layout.place(x)?, layout.place(out)?);
+    // SAFETY: both tensors have these rows and columns, and there is an id per written row. An id out of range is not dereferenced.
+    unsafe { copy_places((x, from), ids, (out, to), &layout) }
+}
+
+/// Copies the rows of a tensor to this address, one after the other, in the dtype of the tensor.
+///
+/// # Safety
+/// The address is one that the tensor's card can write so many numbers to.
+pub(super) unsafe fn copy_rows_to(x: &Tensor, address: u64) -> Result<()> {
+    let mut layout = RowLayout::in_rows_of(x.dim(D::Minus1)?);
+    let (from, rows) = layout.place(x)?;
+    let to = layout.place_at(address, rows);
+    // SAFETY: the caller's promise; the rows of the tensor are as many.
+    unsafe { copy_places((x, (from, rows)), None, (x, (to, rows)), &layout) }
+}
+
+/// Copies rows of the dtype of `out`, one after the other from this address, to `out`.
+///
+/// # Safety
+/// The address is one that the tensor's card can read so many numbers from.
+pub(super) unsafe fn copy_rows_from(address: u64, out: &Tensor) -> Result<()> {
+    let mut layout = RowLayout::in_rows_of(out.dim(D::Minus1)?);
+    let (to, rows) = layout.place(out)?;
+    let from = layout.place_at(address, rows);
+    // SAFETY: the caller's promise; the rows of the tensor are as many.
+    unsafe { copy_places((out, (from, rows)), None, (out, (to, rows)), &layout) }
+}
+
+/// Copies between places that hold rows of the dtypes of these tensors.
+///
+/// # Safety
+/// Both places have these rows, of the columns of the layout, and there is an id for each written row.
+unsafe fn copy_places(
+    (x, (from, table)): (&Tensor, (StridedRows, u32)),
+    ids: Option<&Tensor>,
+    (out, (to, rows)): (&Tensor, (StridedRows, u32)),
+    layout: &RowLayout,
+) -> Result<()> {
+    let columns = layout.columns;
     let arguments = CopyArguments {
         from,
         to,
@@ -159,8 +210,7 @@ pub(crate) fn copy_rows(x: &Tensor, ids: Option<&Tensor>, out: &Tensor, columns:
         kernel_dtype(out.dtype())?
     );
     let (card, stream) = (Card::of(device)?, device.cuda_stream());
-    // SAFETY: the structure mirrors `elementwise.cuh`; both tensors have these rows and columns, and there is an id
-    // per written row. An id out of range is not dereferenced.
+    // SAFETY: the structure mirrors `elementwise.cuh`; the rest is the caller's promise.
     unsafe { card.launch(&stream, name, blocks(rows, columns)?, THREADS, &arguments) }
 }
 

@@ -2,6 +2,7 @@
 #include "dequantize.cuh"
 #include "digest.cuh"
 #include "euler.cuh"
+#include "exchange.cuh"
 #include "fp8.cuh"
 #include "int8.cuh"
 #include "norm.cuh"

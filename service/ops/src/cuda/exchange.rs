@@ -1,0 +1,186 @@
+//! [`crate::Exchange`] between two cards: each writes its rows into memory of the other, and numbers beside them tell what has arrived
+//! and what has been taken.
+
+use std::time::Duration;
+
+use candle_core::cuda_backend::WrapErr as _;
+use candle_core::{Device, Result, Tensor};
+use cudarc::driver::{CudaEvent, DeviceRepr};
+use gpu::{OpenedMemory, SHARED_HANDLE_BYTES, SharedMemory, SharedNumber};
+
+use super::elementwise::{copy_rows_from, copy_rows_to};
+use super::{Card, address_of};
+
+/// Places for rows in each memory, which are used in turn: a card may be one exchange ahead of the other.
+const PLACES: u32 = 2;
+
+/// Bytes before the places: the number of exchanges that have arrived, and, on a line of its own, of those that were taken.
+const NUMBERS: u64 = 256;
+const TAKEN: u64 = 128;
+
+/// The longest that a card waits for the other: far more than any step between two exchanges. Cards that die are noticed earlier, by
+/// those who started them.
+const MOST: Duration = Duration::from_secs(120);
+
+/// How often a host that waits for its card looks whether it has to stop.
+const LOOK: Duration = Duration::from_micros(100);
+
+/// What `stop` says.
+const GO_ON: u32 = 0;
+const STOPPED: u32 = 1;
+const TOO_LONG: u32 = 2;
+
+/// Mirrors the struct in `exchange.cuh`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ExchangeArguments {
+    number: u64,
+    stop: u64,
+    most_nanoseconds: u64,
+    value: u32,
+    unused: u32,
+}
+
+// SAFETY: plain data with C layout.
+unsafe impl DeviceRepr for ExchangeArguments {}
+
+/// This card's memory of an exchange, which the other card is to open.
+#[derive(Debug)]
+pub(crate) struct OwnEnd {
+    device: Device,
+    own: SharedMemory,
+    /// Bytes of a place.
+    place: u64,
+}
+
+/// One card of an exchange.
+#[derive(Debug)]
+pub(crate) struct CardEnd {
+    device: Device,
+    // In the order in which they are freed: the other card's memory before that which it writes to.
+    other: OpenedMemory,
+    own: SharedMemory,
+    place: u64,
+    stop: SharedNumber,
+    done: CudaEvent,
+}
+
+/// Bytes of a card's memory for an exchange of up to `bytes` bytes at a time.
+pub(crate) fn allocated(bytes: u64) -> u64 {
+    SharedMemory::allocated(memory_of(bytes))
+}
+
+fn memory_of(bytes: u64) -> u64 {
+    NUMBERS + u64::from(PLACES) * place_of(bytes)
+}
+
+fn place_of(bytes: u64) -> u64 {
+    bytes.next_multiple_of(NUMBERS)
+}
+
+impl OwnEnd {
+    /// Memory for up to `bytes` bytes at a time, and the bytes by which the other card opens it.
+    pub(crate) fn new(device: &Device, bytes: u64) -> Result<(OwnEnd, [u8; SHARED_HANDLE_BYTES])> {
+        let stream = device.as_cuda_device()?.cuda_stream();
+        let own = SharedMemory::new(&stream, memory_of(bytes)).w()?;
+        let handle = own.handle().w()?;
+        let end = OwnEnd {
+            device: device.clone(),
+            own,
+            place: place_of(bytes),
+        };
+        Ok((end, handle))
+    }
+
+    /// The exchange with the card that has sent this.
+    pub(crate) fn with(self, handle: &[u8]) -> Result<CardEnd> {
+        let handle = <[u8; SHARED_HANDLE_BYTES]>::try_from(handle).map_err(candle_core::Error::wrap)?;
+        let stream = self.device.as_cuda_device()?.cuda_stream();
+        Ok(CardEnd {
+            other: OpenedMemory::open(&stream, handle).w()?,
+            own: self.own,
+            place: self.place,
+            stop: SharedNumber::new(stream.context()).w()?,
+            done: stream.context().new_event(None).w()?,
+            device: self.device,
+        })
+    }
+}
+
+impl CardEnd {
+    /// Exchange `number`, from 1.
+    pub(crate) fn swap(&self, number: u32, own: &Tensor, theirs: &Tensor) -> Result<()> {
+        for rows in [own, theirs] {
+            let bytes = (rows.elem_count() * rows.dtype().size_in_bytes()) as u64;
+            if bytes > self.place {
+                candle_core::bail!("{bytes} bytes are exchanged, and there is space for {}", self.place);
+            }
+            address_of(rows)?; // it is on the card
+        }
+        let at = NUMBERS + u64::from(number % PLACES) * self.place;
+        // The place that it writes to was last used so many exchanges ago.
+        self.wait(self.own.address() + TAKEN, number.saturating_sub(PLACES))?;
+        // SAFETY: the place is that long, and the other card has taken what was there.
+        unsafe { copy_rows_to(own, self.other.address() + at)? };
+        self.signal(self.other.address(), number)?;
+        self.wait(self.own.address(), number)?;
+        // SAFETY: the place is that long.
+        unsafe { copy_rows_from(self.own.address() + at, theirs)? };
+        self.signal(self.other.address() + TAKEN, number)
+    }
+
+    /// Has the card write a number once it has done all work before.
+    fn signal(&self, number: u64, value: u32) -> Result<()> {
+        self.launch("exchange_signal", number, value)
+    }
+
+    /// Has the card wait until a number is at least this.
+    fn wait(&self, number: u64, value: u32) -> Result<()> {
+        self.launch("exchange_wait", number, value)
+    }
+
+    fn launch(&self, kernel: &str, number: u64, value: u32) -> Result<()> {
+        let device = self.device.as_cuda_device()?;
+        let arguments = ExchangeArguments {
+            number,
+            stop: self.stop.address(),
+            most_nanoseconds: u64::try_from(MOST.as_nanos()).unwrap_or(u64::MAX),
+            value,
+            unused: 0,
+        };
+        let (card, stream) = (Card::of(device)?, device.cuda_stream());
+        // SAFETY: the structure mirrors `exchange.cuh`; the number is in memory that is shared with the other card, and `stop` in
+        // the machine's, and both live as long as this.
+        unsafe { card.launch(&stream, kernel.to_owned(), (1, 1, 1), 1, &arguments) }
+    }
+
+    /// Waits until the card has done its work, or `is_over` says that it is for nothing: then the card waits no more.
+    pub(crate) fn wait_for_work(&self, is_over: &dyn Fn() -> bool) -> Result<()> {
+        let stream = self.device.as_cuda_device()?.cuda_stream();
+        self.done.record(&stream).w()?;
+        while !self.done.is_complete() {
+            if is_over() {
+                self.stop();
+                break;
+            }
+            std::thread::sleep(LOOK);
+        }
+        stream.synchronize().w()?;
+        match self.stop.get() {
+            GO_ON => Ok(()),
+            TOO_LONG => candle_core::bail!("the other card has not answered for {} s", MOST.as_secs()),
+            _ => candle_core::bail!("the exchange with the other card was ended"),
+        }
+    }
+
+    fn stop(&self) {
+        self.stop.set(STOPPED);
+    }
+}
+
+impl Drop for CardEnd {
+    fn drop(&mut self) {
+        // Work that still waits for the other card would not let its memory be freed.
+        self.stop();
+    }
+}
