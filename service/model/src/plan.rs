@@ -212,6 +212,17 @@ impl Flops {
     }
 }
 
+impl Flops {
+    /// What each of so many cards computes of them.
+    #[must_use]
+    pub fn shared_by(self, cards: u64) -> Flops {
+        Flops {
+            all: self.all / cards.max(1),
+            fp8: self.fp8 / cards.max(1),
+        }
+    }
+}
+
 impl From<u64> for Flops {
     fn from(all: u64) -> Flops {
         Flops { all, fp8: 0 }

@@ -29,6 +29,7 @@ mod rounds;
 pub mod samplers;
 mod sampling;
 pub mod sdxl;
+mod shared_stage;
 mod sinusoids;
 mod stage;
 mod start;

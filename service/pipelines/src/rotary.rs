@@ -1,6 +1,8 @@
 //! Rotary position embedding over several axes (Su et al. 2021): each pair of a head's elements is rotated by the
 //! token's position on one axis.
 
+use std::ops::Range;
+
 use candle_core::{Device, Result, Tensor};
 
 /// Cosine and sine for every pair of a head, `[tokens, head_width / 2]` in f32 for any dtype of the card: far
@@ -17,6 +19,18 @@ impl Rotations {
         Ok(Rotations {
             cos: self.cos.narrow(0, first, count)?,
             sin: self.sin.narrow(0, first, count)?,
+        })
+    }
+
+    /// The rotations of several ranges of tokens, one after the other.
+    pub(crate) fn of_ranges(&self, ranges: &[Range<usize>]) -> Result<Rotations> {
+        let gathered = |all: &Tensor| {
+            let parts = ranges.iter().map(|range| all.narrow(0, range.start, range.len()));
+            Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
+        };
+        Ok(Rotations {
+            cos: gathered(&self.cos)?,
+            sin: gathered(&self.sin)?,
         })
     }
 

@@ -481,6 +481,27 @@ impl SampledLatent {
         self.latent.to_device(&Device::Cpu)
     }
 
+    /// The latent, f32 on the device.
+    pub(crate) fn on_device(&self) -> &Tensor {
+        &self.latent
+    }
+
+    /// As [`SampledLatent::end_of`], on the device.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn end_on_device(
+        &self,
+        step: usize,
+        velocity: &Prediction<'_>,
+    ) -> candle_core::Result<Tensor> {
+        let end = self.latent.copy()?;
+        let seen = self.seen.copy()?;
+        let finite = Finite::new(end.device())?;
+        velocity.add_to(&end, f64::from(-self.sigmas[step + 1]), (&seen, &finite))?;
+        Ok(end)
+    }
+
     /// Makes step `step`, from 0, by the velocity that the transformer of this name predicts.
     ///
     /// # Errors

@@ -4,6 +4,7 @@ use candle_core::{DType, Device, Tensor};
 
 use crate::adapters::AttachedAdapters;
 use crate::sampling::{Conditions, Prediction, SampledLatent};
+use crate::shared_stage::OtherCard;
 use crate::tensors::from_host;
 use crate::{HostTensor, Model, Observer, StageError, StageRun, Values};
 
@@ -65,6 +66,36 @@ impl<M> Stage<'_, M> {
 }
 
 impl<M> Stage<'_, M> {
+    /// As [`Stage::advance`], of a latent of whose `tokens` another card has the other half. It is the whole latent that is shown.
+    ///
+    /// # Errors
+    /// As there; [`StageError::Cancelled`].
+    pub(crate) fn advance_beside(
+        &mut self,
+        other: &OtherCard,
+        (step, tokens): (usize, usize),
+        latent: &mut SampledLatent,
+        velocity: &Prediction<'_>,
+        (transformer, adapters): (&str, &AttachedAdapters),
+    ) -> Result<Option<Tensor>, StageError> {
+        // A card whose other one has died would wait for it here, and could not be cancelled.
+        other.wait_for_work(&*self.observer)?;
+        let steps = latent.steps();
+        let advanced = latent.advance(step, velocity, transformer);
+        advanced.map_err(|error| adapters.named_as_cause(error))?;
+        self.observer.step(step as u32 + 1, steps as u32);
+        if !self.run.request.preview || step + 1 == steps {
+            return Ok(None);
+        }
+        // Each card knows for itself whether it shows the step, so both gather it.
+        let whole = other.gathered(&latent.end_on_device(step, velocity)?, tokens)?;
+        if !self.observer.wants_preview() {
+            return Ok(None);
+        }
+        other.wait_for_work(&*self.observer)?;
+        Ok(Some(whole.to_device(&Device::Cpu)?))
+    }
+
     /// Reports the passes that a sampling under these conditions left out, if the request asks for that.
     pub(crate) fn report_left_out<C>(&mut self, conditions: &Conditions<C>) {
         if let Some(passes) = conditions.left_out() {

@@ -8,8 +8,8 @@ use candle_core::{Device, Result, Tensor};
 use cudarc::driver::{CudaEvent, DeviceRepr};
 use gpu::{OpenedMemory, SHARED_HANDLE_BYTES, SharedMemory, SharedNumber};
 
+use super::Card;
 use super::elementwise::{copy_rows_from, copy_rows_to};
-use super::{Card, address_of};
 
 /// Places for rows in each memory, which are used in turn: a card may be one exchange ahead of the other.
 const PLACES: u32 = 2;
@@ -108,15 +108,8 @@ impl OwnEnd {
 }
 
 impl CardEnd {
-    /// Exchange `number`, from 1.
+    /// Exchange `number`, from 1, of rows for which a place has space.
     pub(crate) fn swap(&self, number: u32, own: &Tensor, theirs: &Tensor) -> Result<()> {
-        for rows in [own, theirs] {
-            let bytes = (rows.elem_count() * rows.dtype().size_in_bytes()) as u64;
-            if bytes > self.place {
-                candle_core::bail!("{bytes} bytes are exchanged, and there is space for {}", self.place);
-            }
-            address_of(rows)?; // it is on the card
-        }
         let at = NUMBERS + u64::from(number % PLACES) * self.place;
         // The place that it writes to was last used so many exchanges ago.
         self.wait(self.own.address() + TAKEN, number.saturating_sub(PLACES))?;

@@ -10,6 +10,7 @@ mod code;
 mod convolve;
 mod elementwise;
 mod euler;
+mod exchange;
 mod linear;
 mod moments;
 mod norm;
@@ -47,6 +48,7 @@ pub(crate) use code::Recorder;
 pub(crate) use convolve::{convolve, taps_first, unwritten};
 pub(crate) use elementwise::{all_finite, copy_rows, glu, relative_bias, sums_of_change};
 pub(crate) use euler::euler;
+pub(crate) use exchange::{CardEnd, OwnEnd, allocated as exchange_allocated};
 #[cfg(test)]
 pub(crate) use linear::requantized;
 pub(crate) use linear::{

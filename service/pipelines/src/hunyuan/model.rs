@@ -121,6 +121,7 @@ const READS: Reads = Reads::of(&[
     Field::TrueGuidance,
     Field::StepCache,
     Field::Fp8Attention,
+    Field::Cards,
 ]);
 
 /// The optional fields of a request that the model reads. An end picture has no part in films that are sampled from their start.
@@ -143,6 +144,11 @@ pub(super) fn problems(framepack: Option<Order>, request: &Request) -> Vec<Reque
     let rate = video.frames_per_second;
     if !(1.0..=240.0).contains(&rate) {
         refuse("frames_per_second", format!("is {rate}; 1 to 240 is expected"));
+    }
+    if request.cards > 1 && request.step_cache > 0.0 {
+        // Both cards would have to leave out the same passes.
+        let problem = "is not taken with step_cache: leave one of them out";
+        refuse("cards", problem.to_owned());
     }
     if let Err(problem) = check_frames(framepack, video.frames) {
         refuse("frames", problem);
@@ -328,8 +334,17 @@ impl Model for HunyuanModel {
                 let Ok(prompts) = self.prompt_ids(request) else {
                     return Vec::new();
                 };
-                let of_prompts = prompts.map(|prompt| self.tokens(prompt.used(), video));
-                self.planned_to_denoise(&of_prompts, AttentionPrecision::asked(request))
+                let attention = AttentionPrecision::asked(request);
+                let of_prompts = prompts.map(|prompt| self.tokens_of_cards(prompt.used(), request, video));
+                let mut planned = Vec::new();
+                for card in 0..of_prompts.prompt.len() {
+                    for shape in self.planned_to_denoise(&of_prompts.map(|tokens| tokens[card]), attention) {
+                        if !planned.contains(&shape) {
+                            planned.push(shape);
+                        }
+                    }
+                }
+                planned
             }
             _ => self
                 .vae
@@ -355,11 +370,12 @@ impl HunyuanModel {
         let passes = of_prompts.negative.iter().chain([&of_prompts.prompt]);
         let mut planned = Vec::new();
         for tokens in passes {
+            let (rows, others) = ((rows, tokens.others), tokens.others);
             let refined = match self.transformer.num_refiner_layers {
                 0 => Vec::new(),
-                _ => blocks.planned_in(rows, (tokens.text, tokens.text), dtype),
+                _ => blocks.planned_in(rows, (tokens.text, tokens.text, 0), dtype),
             };
-            let all = blocks.planned_in(rows, (tokens.all(), tokens.sampled), dtype);
+            let all = blocks.planned_in(rows, (tokens.all(), tokens.sampled, others), dtype);
             let all = all.into_iter().map(|shape| attention.planned(shape));
             for shape in refined.into_iter().chain(all) {
                 if !planned.contains(&shape) {

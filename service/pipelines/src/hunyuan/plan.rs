@@ -11,6 +11,7 @@ use super::transformer::{TokenCounts, denoise_scratch, negative_scratch};
 use crate::autoencoders::hunyuan::{decode_ladder, encode_ladder};
 use crate::mmdit::{StepCache, flops_of_pass, is_modulator, rows_of};
 use crate::sampling::{Denoiser, Prompts, passes_in_step};
+use crate::shared_stage::{CARDS, Half};
 use crate::text::tokenizers::{TemplatedIds, TokenizeError};
 use crate::{Medium, PreviewNeed, Request, Role, Rung, Section, StagePlan, ValueShape, Video};
 
@@ -73,6 +74,7 @@ impl HunyuanModel {
                 vision: framepack.vision.tokens(),
                 seen: 4 * in_patches(8) + in_patches(4) + 2 * in_patches(2),
                 sampled: sections.window * in_patches(2),
+                ..TokenCounts::default()
             },
             _ => TokenCounts {
                 text,
@@ -80,6 +82,21 @@ impl HunyuanModel {
                 ..TokenCounts::default()
             },
         }
+    }
+
+    /// Counts of tokens that each card computes in the sampling of a request, the larger first.
+    pub(super) fn tokens_of_cards(&self, text: usize, request: &Request, video: &Video) -> Vec<TokenCounts> {
+        let all = self.tokens(text, video);
+        match request.cards as usize {
+            CARDS => Half::BOTH.map(|half| all.half(half)).to_vec(),
+            _ => vec![all],
+        }
+    }
+
+    /// The most that one card computes of a sampling.
+    fn tokens_of_card(&self, text: usize, request: &Request, video: &Video) -> TokenCounts {
+        let of_cards = self.tokens_of_cards(text, request, video);
+        of_cards.into_iter().next().unwrap_or_default()
     }
 
     /// Latent frames that one decode of a film takes.
@@ -146,7 +163,7 @@ impl HunyuanModel {
     /// The stages of a valid request.
     pub(super) fn stages(&self, request: &Request, video: &Video) -> Result<Vec<StagePlan>, TokenizeError> {
         let prompts = self.prompt_ids(request)?;
-        let tokens = &prompts.map(|prompt| self.tokens(prompt.used(), video));
+        let tokens = &prompts.map(|prompt| self.tokens_of_card(prompt.used(), request, video));
         let mut stages = vec![self.encode_text_stage(request, &prompts)?];
         let Some(sections) = self.sections(video) else {
             stages.push(self.denoise_stage(request, video, tokens, None));
@@ -280,13 +297,14 @@ impl HunyuanModel {
         };
         StagePlan {
             shape: format!(
-                "{}x{} {} frames {texts}{}{}{}",
+                "{}x{} {} frames {texts}{}{}{}{}",
                 video.width,
                 video.height,
                 tokens.sampled,
                 self.parts.components.as_multiplied(TRANSFORMER),
                 if request.has_curves() { " curve" } else { "" },
                 if request.step_cache > 0.0 { " cache" } else { "" },
+                if tokens.others > 0 { " shared" } else { "" },
             ),
             steps: request.steps,
             takes,
@@ -297,8 +315,12 @@ impl HunyuanModel {
                     &self.transformer.blocks(),
                     &self.parts.components,
                     TRANSFORMER,
-                    (tokens.text + tokens.vision, tokens.seen + tokens.sampled),
-                ),
+                    (
+                        tokens.text + tokens.vision,
+                        tokens.seen + tokens.sampled + tokens.others,
+                    ),
+                )
+                .shared_by(u64::from(request.cards)),
             },
             preview: request.preview.then_some(PreviewNeed::NOTHING),
             section: section.map(of_film),

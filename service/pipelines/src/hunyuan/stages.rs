@@ -29,6 +29,7 @@ use crate::autoencoders::hunyuan::{
 use crate::noise::Generator;
 use crate::rotary::Rotations;
 use crate::sampling::{Conditions, Prompts, SampledLatent};
+use crate::shared_stage::{Half, OtherCard};
 use crate::stage::{Stage, named, unknown};
 use crate::tensors::{from_host, to_host};
 use crate::text::clip::ClipEncoder;
@@ -232,6 +233,7 @@ impl Stage<'_, HunyuanModel> {
             widths: config.rope_axes_dim,
             theta: config.rope_theta,
         };
+        let half = Half::of(&self.run)?;
 
         let on_card = |tensor: &Tensor| tensor.to_dtype(dtype)?.contiguous()?.to_device(device);
 
@@ -248,20 +250,25 @@ impl Stage<'_, HunyuanModel> {
         let context = section.map(|(sections, section)| (sections, sections.context(section)));
         let texts = encodings(request).try_map(|(text, pooled)| -> Result<EncodedText, StageError> {
             let states = self.host_value(text)?;
-            let tokens = self.model.tokens(states.dim(1)?, &video);
-            let before = tokens.text + tokens.vision;
+            let all = self.model.tokens(states.dim(1)?, &video);
+            let before = all.text + all.vision;
+            let rotations = match &context {
+                None => positions::film(before, frames, sides, axes, device)?,
+                Some((_, context)) => positions::section(before, context, sides, axes, device)?,
+            };
             Ok(EncodedText {
-                tokens,
+                tokens: half.map_or(all, |half| all.half(half)),
+                rotations: match half {
+                    None => rotations,
+                    Some(half) => rotations.of_ranges(&all.ranges(half))?,
+                },
                 mean: on_card(&states.mean(1)?)?,
                 states: on_card(&states)?,
                 pooled: self.value(pooled)?,
-                rotations: match &context {
-                    None => positions::film(before, frames, sides, axes, device)?,
-                    Some((_, context)) => positions::section(before, context, sides, axes, device)?,
-                },
             })
         })?;
         let tokens = longest(&texts.map(|text| text.tokens));
+        let all_sampled = self.model.tokens(0, &video).sampled;
         let seen = match &context {
             None => None,
             Some((sections, context)) => {
@@ -289,6 +296,10 @@ impl Stage<'_, HunyuanModel> {
                 Some(seen) => transformer.embedded(seen)?,
                 None => None,
             };
+            let embedded = match (embedded, half) {
+                (Some(embedded), Some(half)) => Some(embedded.half(half)?),
+                (embedded, _) => embedded,
+            };
             texts.as_ref().try_map(|text| {
                 let prompted = Prompted {
                     text: &text.states,
@@ -303,8 +314,8 @@ impl Stage<'_, HunyuanModel> {
         };
         let scheduler = &self.model.scheduler;
         let sigmas = match section {
-            Some(_) => scheduler.sigmas_with_most_mu(request.steps, tokens.sampled, MOST_SHIFT.ln()),
-            None => scheduler.sigmas(request.steps, tokens.sampled),
+            Some(_) => scheduler.sigmas_with_most_mu(request.steps, all_sampled, MOST_SHIFT.ln()),
+            None => scheduler.sigmas(request.steps, all_sampled),
         };
         let steps = sigmas.len() - 1;
         self.observer.check_cancelled()?;
@@ -317,10 +328,26 @@ impl Stage<'_, HunyuanModel> {
                 (dtype, device),
             )?;
 
-        let mut latent = SampledLatent::new(&patches(&noise, FULL)?, sigmas, None, (dtype, device))?;
+        let start = patches(&noise, FULL)?;
+        let start = match half {
+            None => start,
+            Some(half) => {
+                let own = half.own(all_sampled);
+                start.narrow(1, own.start, own.len())?
+            }
+        };
+        let mut latent = SampledLatent::new(&start, sigmas, None, (dtype, device))?;
+        let other = match half {
+            None => None,
+            Some(half) => {
+                let bytes = tokens.exchanged_bytes(config, dtype);
+                Some(OtherCard::meet(half, bytes, device, &mut *self.observer)?)
+            }
+        };
         let step_buffers = transformer
             .step_buffers(&tokens, (dtype, device))?
-            .with_attention(AttentionPrecision::asked(request));
+            .with_attention(AttentionPrecision::asked(request))
+            .beside(other.clone());
         let colours = match (&video.init_image, request.preview) {
             (_, false) => None,
             (Some(image), true) if section.is_some() => {
@@ -341,7 +368,13 @@ impl Stage<'_, HunyuanModel> {
             let velocity = conditions.predict(|each, cache| {
                 transformer.velocity(latent.seen(), (each, cache), row, &step_buffers, &mut go_on)
             })?;
-            let shown = self.advance(step, &mut latent, &velocity, (TRANSFORMER, &adapters))?;
+            let shown = match &other {
+                None => self.advance(step, &mut latent, &velocity, (TRANSFORMER, &adapters))?,
+                Some(other) => {
+                    let at = (step, all_sampled);
+                    self.advance_beside(other, at, &mut latent, &velocity, (TRANSFORMER, &adapters))?
+                }
+            };
             if let (Some(colours), Some(shown)) = (&colours, shown) {
                 let clean = unpatched(&shown, frames, sides)?;
                 let preview = colours.preview(&clean.narrow(1, frames / 2, 1)?)?;
@@ -349,7 +382,16 @@ impl Stage<'_, HunyuanModel> {
             }
         }
         self.report_left_out(&conditions);
-        let sampled = unpatched(&latent.on_host()?, frames, sides)?;
+        let sampled = match &other {
+            None => latent.on_host()?,
+            Some(other) => {
+                let all = other.gathered(latent.on_device(), all_sampled)?;
+                other.wait_for_work(&*self.observer)?;
+                other.close(&mut *self.observer)?;
+                all.to_device(&Device::Cpu)?
+            }
+        };
+        let sampled = unpatched(&sampled, frames, sides)?;
         let (name, sampled) = match section {
             None => (LATENT.to_owned(), sampled),
             Some((sections, section)) => {

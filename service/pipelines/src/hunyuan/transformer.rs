@@ -2,6 +2,8 @@
 //! `HunyuanVideoFramepackTransformer3DModel`, with their tensor names. Here text precedes the film's tokens, in the references
 //! it follows them: attention does not depend on the order.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Tensor};
 use gpu::MissingTensor;
 use ops::{Epilogue, Nonlinearity};
@@ -16,6 +18,7 @@ use crate::linear::Linear;
 use crate::mmdit::{Blocks, Buffers, CacheOfPass, Modulations, Modulator, Next, NoHook, Pass, StepEmbedder};
 use crate::rotary::Rotations;
 use crate::sampling::Conditions;
+use crate::shared_stage::{CARDS, Half, OtherCard};
 
 /// Bytes of packing buffers of matrix products on a CPU, and of other allocations independent of the request.
 const LIBRARIES: u64 = 4 << 20;
@@ -75,6 +78,20 @@ pub(super) struct EmbeddedSeen {
     frames: Tensor,
 }
 
+impl EmbeddedSeen {
+    /// This card's half of the seen frames.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn half(&self, half: Half) -> candle_core::Result<EmbeddedSeen> {
+        let own = half.own(self.frames.dim(1)?);
+        Ok(EmbeddedSeen {
+            vision: self.vision.clone(),
+            frames: self.frames.narrow(1, own.start, own.len())?,
+        })
+    }
+}
+
 /// State shared by all steps.
 pub(super) struct Conditioning {
     rotations: Rotations,
@@ -100,6 +117,14 @@ impl StepBuffers {
             ..self
         }
     }
+
+    /// The same buffers, for tokens that this card shares with another.
+    pub(super) fn beside(self, other: Option<OtherCard>) -> StepBuffers {
+        StepBuffers {
+            buffers: self.buffers.beside(other),
+            ..self
+        }
+    }
 }
 
 /// Counts of tokens.
@@ -113,12 +138,57 @@ pub(super) struct TokenCounts {
     pub(super) seen: usize,
     /// Tokens that are sampled.
     pub(super) sampled: usize,
+    /// Tokens of seen and sampled frames that another card computes.
+    pub(super) others: usize,
 }
 
 impl TokenCounts {
-    /// The number of all tokens.
+    /// The number of all tokens that this card computes.
     pub(super) fn all(&self) -> usize {
         self.text + self.vision + self.seen + self.sampled
+    }
+
+    /// This card's half. Both cards compute the tokens of the prompt and of the picture encoder.
+    pub(super) fn half(&self, half: Half) -> TokenCounts {
+        TokenCounts {
+            seen: half.own(self.seen).len(),
+            sampled: half.own(self.sampled).len(),
+            others: half.others(self.seen).len() + half.others(self.sampled).len(),
+            ..*self
+        }
+    }
+
+    /// The ranges of all tokens that this card computes: text and picture encoder, seen frames, sampled frames.
+    pub(super) fn ranges(&self, half: Half) -> [Range<usize>; 3] {
+        let of = |first: usize, count: usize| {
+            let own = half.own(count);
+            first + own.start..first + own.end
+        };
+        let before = self.text + self.vision;
+        [
+            0..before,
+            of(before, self.seen),
+            of(before + self.seen, self.sampled),
+        ]
+    }
+
+    /// The most bytes that are exchanged with the other card at a time: keys and values, or latents in f32.
+    pub(super) fn exchanged_bytes(&self, config: &TransformerConfig, dtype: DType) -> u64 {
+        let frames = (self.seen + self.sampled).max(self.others);
+        let [_, keys_and_values] = config.blocks().bytes_of_others(frames, dtype);
+        let latents = frames * config.token_width() * size_of::<f32>();
+        keys_and_values.max(latents as u64)
+    }
+
+    /// Bytes that sharing the tokens with another card takes on this one.
+    fn shared_bytes(&self, config: &TransformerConfig, dtype: DType) -> u64 {
+        if self.others == 0 {
+            return 0;
+        }
+        let [buffers, _] = config.blocks().bytes_of_others(self.others, dtype);
+        // The whole latent is gathered for previews and at the end, from this card's part.
+        let latents = (CARDS + 1) * (self.sampled + self.others) * config.token_width() * size_of::<f32>();
+        buffers + ops::Exchange::allocated(self.exchanged_bytes(config, dtype)) + latents as u64
     }
 }
 
@@ -205,7 +275,9 @@ impl Transformer {
         let shape = (1, tokens.sampled, self.config.token_width());
         Ok(StepBuffers {
             velocity: Tensor::zeros(shape, dtype, device)?,
-            buffers: self.blocks.buffers(counts, further, (dtype, device))?,
+            buffers: self
+                .blocks
+                .buffers_beside(tokens.others, counts, further, (dtype, device))?,
             seen: tokens.seen,
         })
     }
@@ -329,5 +401,6 @@ pub(super) fn denoise_scratch(
     blocks.buffers_bytes(tokens.all(), dtype)
         + blocks.modulations_bytes(steps, dtype)
         + (gates + embedded + latents) as u64
+        + tokens.shared_bytes(config, dtype)
         + LIBRARIES
 }

@@ -10,7 +10,7 @@ use candle_core::{DType, Result, Tensor};
 use gpu::MissingTensor;
 use ops::{Angles, Epilogue, LayerTo, Nonlinearity, Pairs, QkNorm, Scratch};
 
-use super::buffers::{Added, Buffers, EPS, Next, Part, Share, attends_for_some};
+use super::buffers::{Added, Buffers, EPS, Next, Part, Share};
 use super::layout::{DiffusersStream, SPLIT_LAST};
 use super::shape::{BlocksShape, Design};
 use crate::adapters::AdaptedTensors;
@@ -85,16 +85,6 @@ impl Projections {
         let Projections([query, key, value]) = self;
         Ok([query.to(&part.query)?, key.to(&part.key)?, value.to(&part.value)?])
     }
-}
-
-/// Attention of the needed rows to all tokens.
-fn attend(all: &Part, needed: &Part) -> Result<()> {
-    let of = match attends_for_some(all.query.dim(1)?, needed.query.dim(1)?) {
-        true => needed,
-        false => all,
-    };
-    all.attention
-        .attend([&of.query, &all.key, &all.value], &of.attended)
 }
 
 /// A feed-forward: `FeedForward` with the tanh approximation of GELU, or `Flux2FeedForward`, which is gated by SiLU.
@@ -322,7 +312,7 @@ impl DoubleBlock {
         next: (&[&Next], &Next),
         added: &[Added<'_>],
     ) -> Result<()> {
-        let (picture, text, whole) = (buffers.picture()?, buffers.text()?, buffers.whole()?);
+        let (picture, text) = (buffers.picture()?, buffers.text()?);
         let dtype = picture.hidden.dtype();
         let picture_as_codes = take_codes(&self.picture.projections.0, dtype)?;
         let text_as_codes = take_codes(&self.text.projections.0, dtype)?;
@@ -333,7 +323,7 @@ impl DoubleBlock {
         let turned = rotations.rows(0, buffers.text)?;
         self.text
             .project(&text, text_as_codes, turned.angles(), scratch)?;
-        attend(&whole, &whole)?;
+        buffers.attend(&buffers.whole()?)?;
         self.picture
             .close((&picture, shares), &modulation.0, (next.0, added), scratch)?;
         let of_text = [Share {
@@ -501,7 +491,7 @@ impl SingleBlock {
             }
         }
         self.norms.apply(&whole, rotations.angles())?;
-        attend(&whole, rows)?;
+        buffers.attend(rows)?;
         self.output.forward(rows, scratch)?;
         if !added.is_empty() {
             buffers.picture()?.add(added)?;

@@ -7,6 +7,7 @@ use ops::{
 
 use super::shape::BlocksShape;
 use crate::attention::AttentionPrecision;
+use crate::shared_stage::OtherCard;
 
 /// Epsilon of every norm in the transformer.
 pub(crate) const EPS: f64 = 1e-6;
@@ -35,7 +36,7 @@ pub(crate) struct Buffers {
     /// The normalized input quantized to fp8, for native products: u8 `[batch * tokens, width]`.
     codes: Option<CodesOfRows>,
     /// Queries, keys and values, concatenated in each row, `[batch, tokens, 3 width]`; where the feed-forward is gated,
-    /// followed by the gate and what is gated.
+    /// followed by the gate and what is gated. After the tokens are those of the other card, of which keys and values alone are used.
     joint: Tensor,
     /// Attention output, then the inside of the feed-forward, `[batch, tokens, width + inner]`.
     wide: Tensor,
@@ -43,20 +44,24 @@ pub(crate) struct Buffers {
     scratch: Scratch,
     heads: usize,
     attention: AttentionPrecision,
+    /// The card that has the other half of the tokens.
+    other: Option<OtherCard>,
     /// Number of text tokens.
     pub(crate) text: usize,
 }
 
 impl Buffers {
-    /// For a batch of pictures, with these token counts of text and of each picture.
+    /// For a batch of pictures, with these token counts of text and of each picture, beside so many tokens of another card.
     pub(crate) fn new(
         shape: &BlocksShape,
         (batch, text, picture): (usize, usize, usize),
+        others: usize,
         layers: Layers,
         (dtype, device): (DType, &Device),
     ) -> Result<Buffers> {
         let (tokens, width) = (text + picture, shape.width());
-        let rows = |widths: usize| Tensor::zeros((batch, tokens, widths * width), dtype, device);
+        let zeros = |rows: usize, widths: usize| Tensor::zeros((batch, rows, widths * width), dtype, device);
+        let rows = |widths: usize| zeros(tokens, widths);
         Ok(Buffers {
             first: 0,
             hidden: rows(1)?,
@@ -65,11 +70,12 @@ impl Buffers {
                 true => Some(CodesOfRows::new(batch * tokens, width, device)?),
                 false => None,
             },
-            joint: rows(3 + shape.design.gated())?,
+            joint: zeros(tokens + others, 3 + shape.design.gated())?,
             wide: rows(shape.design.wide())?,
             scratch: Scratch::new(layers.scratch_bytes, device)?,
             heads: shape.heads,
             attention: AttentionPrecision::Full,
+            other: None,
             text,
         })
     }
@@ -77,6 +83,11 @@ impl Buffers {
     /// The same buffers, for attention as asked.
     pub(crate) fn with_attention(self, attention: AttentionPrecision) -> Buffers {
         Buffers { attention, ..self }
+    }
+
+    /// The same buffers, for tokens that this card shares with another.
+    pub(crate) fn beside(self, other: Option<OtherCard>) -> Buffers {
+        Buffers { other, ..self }
     }
 
     /// The same buffers for a text that is this much shorter: without their first rows.
@@ -95,16 +106,27 @@ impl Buffers {
 
     /// Bytes of the buffers for `rows` rows.
     pub(crate) fn bytes(shape: &BlocksShape, rows: usize, number: usize) -> u64 {
-        let widths = 1 + 1 + 3 + shape.design.gated() + shape.design.wide();
-        (widths * shape.width() * rows * number) as u64
+        let widths = 1 + 1 + shape.design.wide();
+        (widths * shape.width() * rows * number) as u64 + Buffers::bytes_of_others(shape, rows, number)
+    }
+
+    /// Bytes of the rows of queries, keys and values, which tokens of another card have too.
+    pub(crate) fn bytes_of_others(shape: &BlocksShape, rows: usize, number: usize) -> u64 {
+        ((3 + shape.design.gated()) * shape.width() * rows * number) as u64
+    }
+
+    /// Bytes of the keys and values of these tokens, which are exchanged at a time.
+    pub(crate) fn exchanged_bytes(shape: &BlocksShape, rows: usize, number: usize) -> u64 {
+        (2 * shape.width() * rows * number) as u64
     }
 
     /// Shapes of the attention over the tokens of one picture and its text, of which `needed` are needed after the blocks, in
-    /// buffers of `rows` rows: those of the longest text.
+    /// buffers of `rows` rows: those of the longest text. They have space for `others` tokens of another card, of which so many are
+    /// attended to.
     pub(crate) fn planned(
         shape: &BlocksShape,
-        (tokens, needed): (usize, usize),
-        rows: usize,
+        (tokens, needed, attended): (usize, usize, usize),
+        (rows, others): (usize, usize),
         dtype: DType,
     ) -> Vec<Planned> {
         let by_head = (shape.heads, shape.head);
@@ -112,8 +134,9 @@ impl Buffers {
         let (row, row_out) = (joint * shape.width(), wide * shape.width());
         let mut all = AttentionShape::of_rows(tokens, by_head, (row, row_out), dtype, MaskShape::None);
         for strides in [&mut all.q, &mut all.k, &mut all.v] {
-            strides[0] = rows * row;
+            strides[0] = (rows + others) * row;
         }
+        all.keys += attended;
         all.out[0] = rows * row_out;
         let last = (shape.single > 0 && attends_for_some(tokens, needed)).then(|| AttentionShape {
             queries: needed,
@@ -176,15 +199,49 @@ impl Buffers {
         self.part(first, count)
     }
 
+    /// Attention of the needed rows to all tokens, those of the other card among them.
+    pub(super) fn attend(&self, needed: &Part) -> Result<()> {
+        let all = self.whole()?;
+        let of = match attends_for_some(all.query.dim(1)?, needed.query.dim(1)?) {
+            true => needed,
+            false => &all,
+        };
+        let (key, value) = match &self.other {
+            None => (all.key.clone(), all.value.clone()),
+            Some(other) => {
+                let (own, rows) = (self.hidden.dim(1)?, self.joint.dim(1)?);
+                let width = self.hidden.dim(2)?;
+                let keys_and_values = |first: usize, end: usize| {
+                    self.joint
+                        .narrow(1, first, end - first)?
+                        .narrow(2, width, 2 * width)
+                };
+                // Both cards compute the text.
+                other.swap(
+                    &keys_and_values(self.first + self.text, own)?,
+                    &keys_and_values(own, rows)?,
+                )?;
+                let joint = self.by_head(&self.joint, self.first, rows - self.first)?;
+                let heads = |part: usize| joint.narrow(2, part * self.heads, self.heads);
+                (heads(1)?, heads(2)?)
+            }
+        };
+        self.attention.attend([&of.query, &key, &value], &of.attended)
+    }
+
+    /// Rows of a buffer, `[batch, count, heads, head width]`.
+    fn by_head(&self, x: &Tensor, first: usize, count: usize) -> Result<Tensor> {
+        let (batch, rows, columns) = x.dims3()?;
+        let head = self.hidden.dim(2)? / self.heads;
+        x.reshape((batch, rows, columns / head, head))?
+            .narrow(1, first, count)
+    }
+
     fn part(&self, first: usize, count: usize) -> Result<Part> {
-        let (batch, tokens, width) = self.hidden.dims3()?;
+        let (batch, _, width) = self.hidden.dims3()?;
         let first = self.first + first;
         let rows = |x: &Tensor| x.narrow(1, first, count);
-        let by_head = |x: &Tensor| {
-            let head = width / self.heads;
-            x.reshape((batch, tokens, x.dim(2)? / head, head))?
-                .narrow(1, first, count)
-        };
+        let by_head = |x: &Tensor| self.by_head(x, first, count);
         let joint = by_head(&self.joint)?;
         let (joint_rows, wide) = (rows(&self.joint)?, rows(&self.wide)?);
         let inner = wide.dim(2)? - width;
@@ -208,7 +265,6 @@ impl Buffers {
             key: joint.narrow(2, self.heads, self.heads)?,
             value: joint.narrow(2, 2 * self.heads, self.heads)?,
             attended: by_head(&self.wide)?.narrow(2, 0, self.heads)?,
-            attention: self.attention,
             inner: wide.narrow(2, width, inner)?,
             wide,
             gated,
@@ -257,7 +313,6 @@ pub(crate) struct Part {
     pub(crate) key: Tensor,
     pub(crate) value: Tensor,
     pub(crate) attended: Tensor,
-    pub(super) attention: AttentionPrecision,
     /// `[batch, tokens, inner]`.
     pub(crate) inner: Tensor,
     pub(crate) wide: Tensor,

@@ -116,17 +116,27 @@ impl BlocksShape {
 
     /// Shapes of the attention over all tokens of one item, of which `needed` are needed after the blocks.
     pub(crate) fn planned(&self, tokens: usize, needed: usize, dtype: DType) -> Vec<Planned> {
-        self.planned_in(tokens, (tokens, needed), dtype)
+        self.planned_in((tokens, 0), (tokens, needed, 0), dtype)
     }
 
-    /// The same in buffers of `rows` rows, which are those of a longer text.
+    /// The same in buffers of `rows` rows, which are those of a longer text, with space for `others` tokens of another card: the
+    /// attention is to `attended` of those too.
     pub(crate) fn planned_in(
         &self,
-        rows: usize,
-        (tokens, needed): (usize, usize),
+        (rows, others): (usize, usize),
+        (tokens, needed, attended): (usize, usize, usize),
         dtype: DType,
     ) -> Vec<Planned> {
-        Buffers::planned(self, (tokens, needed), rows, dtype)
+        Buffers::planned(self, (tokens, needed, attended), (rows, others), dtype)
+    }
+
+    /// Bytes that `others` tokens of another card take in the buffers of a step, and the most that is exchanged for them at a time.
+    pub(crate) fn bytes_of_others(&self, others: usize, dtype: DType) -> [u64; 2] {
+        let number = dtype.size_in_bytes();
+        [
+            Buffers::bytes_of_others(self, others, number),
+            Buffers::exchanged_bytes(self, others, number),
+        ]
     }
 }
 

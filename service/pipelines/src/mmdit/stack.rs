@@ -165,6 +165,20 @@ impl Blocks {
     /// Errors of the device.
     pub(crate) fn buffers<'a>(
         &'a self,
+        counts: (usize, usize, usize),
+        further: impl IntoIterator<Item = &'a Linear>,
+        on: (DType, &candle_core::Device),
+    ) -> Result<Buffers> {
+        self.buffers_beside(0, counts, further, on)
+    }
+
+    /// The same, with space for the keys and values of `others` tokens of another card.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(crate) fn buffers_beside<'a>(
+        &'a self,
+        others: usize,
         (batch, text, generated): (usize, usize, usize),
         further: impl IntoIterator<Item = &'a Linear>,
         on: (DType, &candle_core::Device),
@@ -180,7 +194,7 @@ impl Blocks {
             take_codes,
             scratch_bytes: largest_scratch(all, batch * (text + generated), on.0),
         };
-        Buffers::new(&self.shape, (batch, text, generated), layers, on)
+        Buffers::new(&self.shape, (batch, text, generated), others, layers, on)
     }
 
     /// Runs all blocks, or the first alone if the cache of the pass leaves out the others. `go_on` is called before every block.

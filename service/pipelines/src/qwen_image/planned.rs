@@ -43,7 +43,7 @@ impl QwenImageModel {
                 for prompt in prompts.negative.iter().chain([&prompts.prompt]) {
                     let all = tokens.all() - tokens.text + prompt.used();
                     let blocks = self.transformer.blocks();
-                    let shapes = blocks.planned_in(tokens.all(), (all, tokens.generated), dtype);
+                    let shapes = blocks.planned_in((tokens.all(), 0), (all, tokens.generated, 0), dtype);
                     let attention = AttentionPrecision::asked(request);
                     shapes.into_iter().for_each(|shape| add(attention.planned(shape)));
                 }

@@ -25,3 +25,4 @@ mod refusals;
 mod shapes_asked;
 mod spellings;
 mod step_cache;
+mod two_cards;

@@ -125,6 +125,18 @@ impl<M: Model + ?Sized> OpenModel<M> {
         values: &Values,
         observer: &mut dyn Observer,
     ) -> Result<Values, StageError> {
+        self.run_part(None, (plan, rung), request, values, observer)
+    }
+
+    /// The same, for this part of the stage where two run it together.
+    pub(crate) fn run_part(
+        &self,
+        part: Option<u32>,
+        (plan, rung): (&StagePlan, usize),
+        request: &Request,
+        values: &Values,
+        observer: &mut dyn Observer,
+    ) -> Result<Values, StageError> {
         let tensors = |name: &str| {
             assert!(plan.components.iter().any(|named| named == name), "{name}");
             Ok(self.tensors(name))
@@ -145,7 +157,7 @@ impl<M: Model + ?Sized> OpenModel<M> {
             values: &taken.collect(),
             tensors: &tensors,
             device: test_device(),
-            part: None,
+            part,
         };
         let result = self.model.run(&stage, observer);
         if let Ok(given) = &result {
