@@ -1,4 +1,5 @@
-//! The part of one card, where two cards compute a stage together: each has all weights and half of the tokens, and attends with its own
+//! The part of one card, where two cards compute a stage together. A family whose steps have two passes may give each card one of
+//! them, and exchange the predictions. In another each card has all weights and half of the tokens, and attends with its own
 //! queries to the keys and values of both, which they exchange in every block. So both compute what one would, but for the order in
 //! which sums are taken. It is sequence parallelism with gathered keys and values (Li et al. 2021, "Sequence Parallelism: Long Sequence
 //! Training from System Perspective").
@@ -35,6 +36,11 @@ impl Half {
             Some(part) if (part as usize) < CARDS => Ok(Some(Half { part })),
             Some(part) => Err(StageError::BadInput(format!("part {part} of {CARDS}"))),
         }
+    }
+
+    /// The number of the part, from 0.
+    pub(crate) fn number(self) -> usize {
+        self.part as usize
     }
 
     /// This card's of so many tokens.
@@ -96,6 +102,14 @@ impl OtherCard {
         ops::copy_rows(own, &part(self.half.own(tokens))?)?;
         self.swap(own, &part(self.half.others(tokens))?)?;
         Ok(all)
+    }
+
+    /// What the first card has, then what the second has.
+    pub(crate) fn in_order<T>(&self, own: T, theirs: T) -> [T; 2] {
+        match self.half.part {
+            0 => [own, theirs],
+            _ => [theirs, own],
+        }
     }
 
     /// Waits until this card has done its work, which may wait for the other card, or the stage is cancelled.

@@ -129,6 +129,7 @@ pub(super) fn reads(kind: Kind) -> Reads {
         Field::NegativePrompt,
         Field::TrueGuidance,
         Field::Fp8Attention,
+        Field::Cards,
     ]);
     match kind {
         Kind::Text => PLAIN,
@@ -164,6 +165,14 @@ pub(super) fn problems(
     } else if kind == Kind::TextOrPicture && video.init_image.is_some() && video.frames == 1 {
         let problem = "is 1; with a picture, which is the first frame, at least 5 are expected";
         refuse("frames", problem.to_owned());
+    }
+    if request.cards > 1 && request.negative().is_none() {
+        let problem = format!(
+            "is {}, where each card computes one of a step's two passes, and this film has one: leave it out, or set a negative \
+             prompt and true_guidance over 1",
+            request.cards
+        );
+        refuse("cards", problem);
     }
     let tokens = request.max_sequence_length;
     if tokens as usize > umt5::MOST_TOKENS {

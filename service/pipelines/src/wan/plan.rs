@@ -106,7 +106,8 @@ impl WanModel {
     /// come once for both; neither matters where a pass computes for longer than its blocks are copied.
     pub(super) fn ways(&self, request: &Request, video: &Video) -> &'static [PassOrder] {
         match request.negative() {
-            Some(_) if self.tokens(video).all() <= MOST_TOGETHER => {
+            // Of two cards each computes one.
+            Some(_) if request.cards == 1 && self.tokens(video).all() <= MOST_TOGETHER => {
                 &[PassOrder::Together, PassOrder::OneByOne]
             }
             _ => &[PassOrder::OneByOne],
@@ -285,13 +286,14 @@ impl WanModel {
         let has_colours = is_learned || request.preview && self.vae.colours().is_some();
         StagePlan {
             shape: format!(
-                "{}x{} {} frames t{} p{passes}{}{}",
+                "{}x{} {} frames t{} p{passes}{}{}{}",
                 video.width,
                 video.height,
                 video.frames,
                 request.max_sequence_length,
                 self.parts.components.as_multiplied(part.component),
                 if request.has_curves() { " curve" } else { "" },
+                if request.cards > 1 { " shared" } else { "" },
             ),
             steps: part.steps.len() as u32,
             takes,
@@ -300,7 +302,7 @@ impl WanModel {
                 false => names(&STATE),
             },
             passes: Passes {
-                in_step: (passes / batch) as u32,
+                in_step: (passes / batch) as u32 / request.cards.max(1),
                 flops: self.flops(part.component, counts.all(), request) * batch as u64,
             },
             // Previews have the colours of the picture that the film begins with, else the published ones.
@@ -334,6 +336,10 @@ impl WanModel {
             (PassOrder::OneByOne, 2) => Conditions::<()>::kept_bytes(numbers, dtype),
             _ => 0,
         };
+        let exchanged = match request.cards {
+            0 | 1 => 0,
+            _ => ops::Exchange::allocated(Conditions::<()>::kept_bytes(numbers, dtype)),
+        };
         let rows = request.max_sequence_length as usize;
         let items = (self.batch(way, passes), counts);
         // Where strengths change, keys and values are computed anew in each step, beside those of the step before.
@@ -347,6 +353,7 @@ impl WanModel {
         denoise_scratch(&self.transformer, items, (passes, rows), request.steps, dtype)
             + UniPcLatent::bytes(numbers, dtype)
             + kept
+            + exchanged
             + anew
     }
 

@@ -19,6 +19,7 @@ use crate::hunyuan::preview::ColourMap;
 use crate::noise::Generator;
 use crate::rotary::Rotations;
 use crate::sampling::{Prediction, Prompts};
+use crate::shared_stage::{Half, OtherCard};
 use crate::stage::{Stage, named, unknown};
 use crate::tensors::to_host;
 use crate::text::t5::T5Encoder;
@@ -38,6 +39,8 @@ struct Sampling<'a> {
     buffers: StepBuffers,
     /// The prediction under the negative prompt, where one follows the other.
     kept: Option<Tensor>,
+    /// The card that computes the other pass.
+    other: Option<OtherCard>,
     guidance: f64,
 }
 
@@ -181,7 +184,12 @@ impl Stage<'_, WanModel> {
         let video = request.video()?;
         let ways = model.ways(request, video);
         let way = ways[self.run.rung % ways.len()];
-        let padded = self.padded_texts(way)?;
+        let half = Half::of(&self.run)?;
+        let mut padded = self.padded_texts(way)?;
+        if let Some(half) = half {
+            // The prompt is the first.
+            padded = padded.drain(..).skip(half.number()).take(1).collect();
+        }
         let passes = texts(request).iter().count();
 
         let component = (self.run.tensors)(part.component)?;
@@ -208,7 +216,16 @@ impl Stage<'_, WanModel> {
         let kept = (way == PassOrder::OneByOne && passes > 1)
             .then(|| Tensor::zeros(latent.seen().shape(), dtype, device))
             .transpose()?;
+        let other = match half {
+            None => None,
+            Some(half) => {
+                let seen = latent.seen();
+                let bytes = (seen.elem_count() * seen.dtype().size_in_bytes()) as u64;
+                Some(OtherCard::meet(half, bytes, device, &mut *self.observer)?)
+            }
+        };
         let sampling = Sampling {
+            other,
             rotations: transformer.rotations(model.vae.latents(video.frames as usize), sides, device)?,
             buffers: transformer
                 .step_buffers((batch, counts), seen, (dtype, device))?
@@ -251,6 +268,10 @@ impl Stage<'_, WanModel> {
                 self.observer.preview(preview.width, preview.height, preview.rgb);
             }
         }
+        if let Some(other) = &sampling.other {
+            other.wait_for_work(&*self.observer)?;
+            other.close(&mut *self.observer)?;
+        }
         self.left_by(part, &latent, sides)
     }
 
@@ -272,13 +293,21 @@ impl Stage<'_, WanModel> {
                 .transformer
                 .velocity(&seen, times, texts, &sampling.buffers, &mut go_on)
         };
-        let advanced = match (conditioning.passes.as_slice(), &sampling.kept) {
-            ([prompt, negative], Some(kept)) => {
+        let advanced = match (conditioning.passes.as_slice(), &sampling.kept, &sampling.other) {
+            ([own], Some(theirs), Some(other)) => {
+                let own = predict(own)?;
+                other.swap(own, theirs)?;
+                other.wait_for_work(&*self.observer)?;
+                let [prompt, negative] = other.in_order(own, theirs);
+                let velocity = Prediction::guided(prompt, negative, sampling.guidance);
+                latent.advance(step, &velocity, part.component)
+            }
+            ([prompt, negative], Some(kept), None) => {
                 ops::copy_rows(predict(negative)?, kept)?;
                 let velocity = Prediction::guided(predict(prompt)?, kept, sampling.guidance);
                 latent.advance(step, &velocity, part.component)
             }
-            ([both], _) => {
+            ([both], _, None) => {
                 let velocity = predict(both)?;
                 match velocity.dim(0)? {
                     1 => latent.advance(step, &Prediction::of(velocity), part.component),

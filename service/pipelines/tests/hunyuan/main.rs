@@ -26,3 +26,5 @@ mod shapes_asked;
 mod spellings;
 mod step_cache;
 mod two_cards;
+#[path = "../two_devices/mod.rs"]
+mod two_devices;

@@ -1,55 +1,16 @@
 //! A sampling whose tokens two devices share equals that of one.
 
 use std::path::Path;
-use std::sync::mpsc::{Receiver, Sender, channel};
 
 use candle_core::DType;
-use pipelines::{
-    HostTensor, Model as _, Observer, Piece, Precision, Request, StageError, StagePlan, Unobserved, Values,
-};
+use pipelines::{HostTensor, Precision, Request, StageError, StagePlan, Unobserved, Values};
 use tempfile::TempDir;
 
 use crate::given::{film_folder, open, request, section_folder, start};
 use crate::numbers::distance;
 use crate::open_model::{F32, on_cpu};
-use crate::shapes_asked::{asked, words};
-
-/// One of two runs of a stage.
-struct Together {
-    to: Sender<Vec<u8>>,
-    from: Receiver<Vec<u8>>,
-    /// The step after which it is cancelled.
-    until: u32,
-    done: u32,
-    /// Previews after each step.
-    previews: Vec<Vec<u8>>,
-    /// Whether it shows previews.
-    shows: bool,
-}
-
-impl Observer for Together {
-    fn step(&mut self, n: u32, _of: u32) {
-        self.done = n;
-    }
-    fn wants_preview(&mut self) -> bool {
-        self.shows
-    }
-    fn preview(&mut self, _width: u32, _height: u32, rgb: Vec<u8>) {
-        self.previews.push(rgb);
-    }
-    fn deliver(&mut self, _piece: Piece) {}
-    fn cancelled(&self) -> bool {
-        self.done >= self.until
-    }
-    fn meet(&mut self, offer: &[u8]) -> Result<Vec<u8>, StageError> {
-        // The other end may be gone.
-        let _ = self.to.send(offer.to_vec());
-        self.from.recv().map_err(|_| StageError::Cancelled)
-    }
-}
-
-/// A run of one of two devices: its result, its previews, and the shapes of attention that it used.
-type Ran = (Result<Values, StageError>, Vec<Vec<u8>>, Vec<String>);
+use crate::shapes_asked::words;
+use crate::two_devices::{Ran, Together, together};
 
 /// Runs a sampling on two devices, the second of which is cancelled after this step.
 fn shared(
@@ -57,26 +18,9 @@ fn shared(
     (plan, request, values): (&StagePlan, &Request, &Values),
     until: u32,
 ) -> [Ran; 2] {
-    let (to_second, from_first) = channel();
-    let (to_first, from_second) = channel();
-    let run = |part: u32, to: Sender<Vec<u8>>, from: Receiver<Vec<u8>>| {
-        let mut observer = Together {
-            to,
-            from,
-            until: if part == 1 { until } else { u32::MAX },
-            done: 0,
-            previews: Vec::new(),
-            shows: part == 0,
-        };
+    together(until, |part, observer| {
         let opened = open(folder, precision);
-        let (shapes, given) =
-            asked(|| opened.run_part(Some(part), (plan, 0), request, values, &mut observer));
-        (given, observer.previews, shapes)
-    };
-    std::thread::scope(|scope| {
-        let second = scope.spawn(|| run(1, to_first, from_first));
-        let first = run(0, to_second, from_second);
-        [first, second.join().expect("it does not panic")]
+        opened.run_part(Some(part), (plan, 0), request, values, observer)
     })
 }
 
@@ -171,15 +115,7 @@ fn what_is_shown_is_the_whole_film() {
         ..alone
     };
     let (plan, values) = to_sample(folder.path(), &F32, &shown);
-    let (to, from) = channel();
-    let mut observer = Together {
-        to,
-        from,
-        until: u32::MAX,
-        done: 0,
-        previews: Vec::new(),
-        shows: true,
-    };
+    let mut observer = Together::alone();
     let opened = open(folder.path(), &F32);
     opened
         .run(&plan, 0, &shown, &values, &mut observer)

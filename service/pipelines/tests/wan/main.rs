@@ -30,3 +30,6 @@ mod shapes_asked;
 mod spellings;
 mod stored;
 mod text;
+mod two_cards;
+#[path = "../two_devices/mod.rs"]
+mod two_devices;
