@@ -163,6 +163,7 @@ impl ImageRequest {
                 sampler: self.sampler,
                 step_cache: self.step_cache,
                 fp8_attention: self.fp8_attention,
+                cards: None,
                 seed: self.seed,
                 max_sequence_length: None,
                 strength: self.strength,
