@@ -67,6 +67,10 @@ def test_forms_ask_in_one_way_for_how_a_result_is_sampled() -> None:
         assert not others & found
     images = {field.option for field in moored.sampling_fields(moored.ImageOptions)}
     assert images == sampling | {"sampler", "fp8_attention"}
+    films = {field.option for field in moored.sampling_fields(moored.VideoOptions)}
+    assert films == sampling | {"fp8_attention", "cards"}
+    cards = fields(moored.VideoOptions)["cards"]
+    assert (cards.kind, cards.least, cards.most, cards.left_open) == ("whole", 1, 2, 0)
     tooltip = fields(moored.ImageOptions)["true_guidance"].tooltip
     assert "negative_prompt" in tooltip
     assert not {"`", "Default"} & {*tooltip, *tooltip.split()}

@@ -193,7 +193,7 @@ def music_inputs() -> list[io.Input]:
 # others come last, in the order in which they came to be.
 PLACED = ("steps", "guidance", "max_sequence_length")
 FURTHER = ("negative_prompt", "true_guidance")
-NEWER = ("sampler", "step_cache", "fp8_attention")
+NEWER = ("sampler", "step_cache", "fp8_attention", "cards")
 
 MAX_NUMBER = 1_000_000
 

@@ -613,6 +613,7 @@ def test_an_error_does_not_repeat_what_is_long(service: Service) -> None:
         (IMAGES, {"prompt": "a", "model": "small+nothing"}, "model"),
         (IMAGES, {"prompt": "a", "model": "small", "output_format": "svg"}, "output_format"),
         (MUSIC, {"prompt": "a", "model": "track", "n": 65}, "n"),
+        (VIDEOS, {"prompt": "a", "model": "video", "cards": 3}, "cards"),
         (EDITS, {"prompt": "a", "model": "small", "image": b"no picture"}, "image"),
         (
             VIDEOS,

@@ -538,6 +538,40 @@ mod tests {
         std::fs::write(path("start.png"), b"a picture").unwrap();
         let (prompts, start) = (path("prompts.txt"), path("start.png"));
         let written = ["moored", "generate", "--prompts", &prompts, "--init", &start];
+        let order = order_of(&written).unwrap();
+        let [Asked::Generate(one), Asked::Generate(two)] = &order.requests[..] else {
+            panic!("{:?}", order.requests);
+        };
+        assert_eq!((one.prompt.as_str(), two.prompt.as_str()), ("one", "two"));
+        let start_of = |request: &v1::GenerateImageRequest| request.init_image.clone().unwrap();
+        assert_eq!(start_of(one), b"a picture"[..]);
+        assert_eq!(
+            start_of(one).as_ptr(),
+            start_of(two).as_ptr(),
+            "shared, and read once"
+        );
+    }
+
+    #[test]
+    fn a_film_may_be_sampled_on_several_cards_and_nothing_else() {
+        let asked = |medium| {
+            let written = ["moored", "generate", "a wave", "--cards", "2", "--medium", medium];
+            order_of(&written)
+        };
+        let order = asked("video").unwrap();
+        let [Asked::Video(film)] = &order.requests[..] else {
+            panic!("{:?}", order.requests);
+        };
+        assert_eq!(film.cards, Some(2));
+        for (medium, what) in [("image", "a picture"), ("audio", "a track")] {
+            let refused = asked(medium).err().unwrap().to_string();
+            let begin = format!("--cards does not apply to {what}");
+            assert!(refused.starts_with(&begin), "{refused}");
+        }
+    }
+
+    /// What `moored generate` asks for by these words.
+    fn order_of(written: &[&str]) -> Result<Order, CliError> {
         let Command::Generate(options) = Arguments::parse_from(written).command else {
             panic!("another command");
         };
@@ -553,26 +587,14 @@ mod tests {
             at_box: None,
             name: "me".to_owned(),
         };
-        let order = Order::of(
+        Order::of(
             None,
-            None,
+            options.prompt.as_deref(),
             options.prompts.file.as_deref(),
             &options.settings,
             &options.output,
             &client,
         )
-        .unwrap();
-        let [Asked::Generate(one), Asked::Generate(two)] = &order.requests[..] else {
-            panic!("{:?}", order.requests);
-        };
-        assert_eq!((one.prompt.as_str(), two.prompt.as_str()), ("one", "two"));
-        let start_of = |request: &v1::GenerateImageRequest| request.init_image.clone().unwrap();
-        assert_eq!(start_of(one), b"a picture"[..]);
-        assert_eq!(
-            start_of(one).as_ptr(),
-            start_of(two).as_ptr(),
-            "shared, and read once"
-        );
     }
 
     #[test]

@@ -53,6 +53,7 @@ fn check_options(options: &Settings, medium: MediumChoice) -> Result<(), CliErro
         ("--fps", options.fps.is_some()),
         ("--end", options.end.is_some()),
         ("--frames-at-a-time", options.frames_at_a_time.is_some()),
+        ("--cards", options.sampling.cards.is_some()),
     ];
     let of_time = [("--seconds", options.seconds.is_some())];
     let of_track = [("--lyrics", options.lyrics.is_some())];
@@ -236,6 +237,7 @@ fn film_of(
         init_image: pictures.init_image,
         end_image: pictures.end,
         fp8_attention: common.sampling.fp8_attention,
+        cards: common.sampling.cards,
         omit_metadata,
         output: asked.film.into(),
         options: Some(common.job),

@@ -213,7 +213,7 @@ pub(crate) fn image_in(request: v1::GenerateImageRequest) -> Asked {
 
 /// A request for films.
 pub(crate) fn film_in(request: v1::GenerateVideoRequest) -> Asked {
-    let fp8_attention = request.fp8_attention;
+    let (fp8_attention, cards) = (request.fp8_attention, request.cards);
     let mut asked = asked! {
         request,
         call: Call::GenerateVideo,
@@ -231,6 +231,7 @@ pub(crate) fn film_in(request: v1::GenerateVideoRequest) -> Asked {
         },
     };
     asked.sampling.fp8_attention = fp8_attention;
+    asked.sampling.cards = cards;
     asked
 }
 
@@ -480,6 +481,17 @@ mod tests {
             message: Some(v1::stream_audio_request::Message::Segment(segment)),
         };
         assert_eq!(fields(known(&message)), ["segment.track.task", "segment.start"]);
+    }
+
+    #[test]
+    fn a_film_is_sampled_on_as_many_cards_as_it_says() {
+        for cards in [None, Some(0), Some(2)] {
+            let request = v1::GenerateVideoRequest {
+                cards,
+                ..v1::GenerateVideoRequest::default()
+            };
+            assert_eq!(film_in(request).sampling.cards, cards);
+        }
     }
 
     #[test]

@@ -244,6 +244,7 @@ mod tests {
             sampler: Some(Sampler::Euler),
             step_cache: 0.1,
             fp8_attention: true,
+            cards: 2,
             from_values: true,
             adapters: vec![AdapterUse {
                 name: "style".to_owned(),

@@ -66,6 +66,9 @@ pub(crate) struct VideoRequest {
     /// Attention in fp8, on cards that have it: faster, and not quite the same result; models that take none refuse it.
     #[serde(deserialize_with = "lenient")]
     fp8_attention: Option<bool>,
+    /// On how many cards of the service the film is sampled together, 1 or 2: two take about half of the time; models that take one refuse 2.
+    #[serde(deserialize_with = "lenient")]
+    cards: Option<u32>,
     #[serde(deserialize_with = "lenient")]
     seed: Option<u64>,
     /// A picture to start from, as a `data:` address or base64; or an object with it as `image_url`.
@@ -208,6 +211,7 @@ pub(crate) async fn create(
             true_guidance: request.true_guidance,
             step_cache: request.step_cache,
             fp8_attention: request.fp8_attention,
+            cards: request.cards,
             seed: request.seed,
             ..Sampling::default()
         },

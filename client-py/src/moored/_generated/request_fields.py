@@ -125,6 +125,13 @@ class VideoFields(TypedDict, total=False):
         'Attention in fp8: faster on cards with fp8 attention (Hopper and newer), and not '
         'quite the same result. Default: in full.',
     ]
+    cards: Annotated[
+        int | None,
+        'On how many cards of the service the film is sampled together, 1 to 2. Two cards '
+        'take about half of the time. Only some models of films do this, and the service '
+        'needs two cards of one kind. Default: 1.',
+        (1, 2),
+    ]
 
 
 class AudioFields(TypedDict, total=False):

@@ -139,6 +139,9 @@ pub(crate) struct SamplingArguments {
     /// Picture, film: attention in fp8, on cards that have it: faster, and not quite the same result
     #[arg(long, help_heading = "Sampling")]
     pub(crate) fp8_attention: bool,
+    /// Film: on how many cards of the service it is sampled together, 1 or 2: two take about half of the time [default: 1]
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Sampling")]
+    pub(crate) cards: Option<u32>,
     /// Seed; item i uses seed + i [default: random]
     #[arg(long, help_heading = "Sampling", allow_negative_numbers = true)]
     pub(crate) seed: Option<u64>,
@@ -164,6 +167,7 @@ impl SamplingArguments {
             sampler: self.sampler,
             step_cache: self.step_cache,
             fp8_attention: self.fp8_attention.then_some(true),
+            cards: self.cards,
             seed: self.seed,
             max_sequence_length: self.max_sequence_length,
             strength: self.strength,

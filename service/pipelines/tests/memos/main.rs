@@ -55,6 +55,7 @@ fn other_requests(request: &Request) -> Vec<(String, Request)> {
     add("strength", &|r| r.strength = 1.0);
     add("step_cache", &|r| r.step_cache = 0.1);
     add("fp8_attention", &|r| r.fp8_attention = true);
+    add("cards", &|r| r.cards = 2);
     add("slots", &|r| r.slots = 2);
     match &request.medium {
         Medium::Image(_) => {

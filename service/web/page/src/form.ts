@@ -21,6 +21,7 @@ export const fields = {
   height: signal(""),
   frames: signal(""),
   rate: signal(""),
+  cards: signal(""),
   seconds: signal(""),
   lyrics: signal(""),
   steps: signal(""),
@@ -131,6 +132,7 @@ export function order(): Order | null {
           ...sizeChosen(),
           frames: number(fields.frames.value),
           framesPerSecond: number(fields.rate.value),
+          cards: optional(fields.cards.value),
           initImage: startPicture.value?.bytes,
         },
       };
@@ -185,6 +187,7 @@ export function takeSettings(run: Run, result?: Result): void {
   if (order.medium !== "video") return;
   fields.frames.value = text(order.request.frames);
   fields.rate.value = text(order.request.framesPerSecond);
+  fields.cards.value = text(order.request.cards);
 }
 
 export function setSize(width: number, height: number): void {

@@ -108,6 +108,7 @@ function ModelField() {
               fields.guidance,
               fields.frames,
               fields.rate,
+              fields.cards,
               fields.seconds,
               fields.precision,
             ])
@@ -260,13 +261,16 @@ function More() {
           step="any"
         />
         {medium.value === "video" && (
-          <NumberField
-            name="Frames a second"
-            field={fields.rate}
-            standard={model?.defaults?.framesPerSecond}
-            min={0.1}
-            step="any"
-          />
+          <>
+            <NumberField
+              name="Frames a second"
+              field={fields.rate}
+              standard={model?.defaults?.framesPerSecond}
+              min={0.1}
+              step="any"
+            />
+            <NumberField name="Cards" field={fields.cards} standard={1} min={1} max={2} />
+          </>
         )}
       </div>
       <Field name="Negative prompt: what to lead away from">
