@@ -27,6 +27,19 @@ pub(crate) const START_LIMIT_MS: u64 = 120_000;
 /// A violated invariant.
 pub(crate) type Broken = (Invariant, String);
 
+/// How long a part may be without the other one before it is stopped.
+const LEFT_ALONE_MS: u64 = 50;
+
+/// One of the two orders of a stage on two cards, as its worker has it.
+#[derive(Clone, Debug)]
+pub(crate) struct HeldPart {
+    pub(crate) ticket: Ticket,
+    job: String,
+    part: u32,
+    /// Whether it was cancelled.
+    is_ending: bool,
+}
+
 pub(crate) enum Said {
     Command(Command),
     Recycle,
@@ -104,6 +117,8 @@ pub(crate) struct Slot {
     /// The order that waits in the worker until it has answered that one.
     ahead: Option<Order>,
     tickets: BTreeSet<Ticket>,
+    /// Since when its worker has one part of a stage, and no other the second.
+    alone_since: Option<u64>,
     /// Pins that the worker knows, by entry.
     pins: Vec<(String, Vec<ComponentId>)>,
     pub(crate) ledger: Option<Arc<Ledger>>,
@@ -139,6 +154,7 @@ impl Slot {
             order: None,
             ahead: None,
             tickets: BTreeSet::new(),
+            alone_since: None,
             pins: Vec::new(),
             ledger: None,
             past: Vec::new(),
@@ -168,6 +184,16 @@ impl Slot {
                 Said::Command(command) => command,
             };
             match command {
+                // As a supervisor that leaves one part of a stage running when the other has ended.
+                Command::Cancel(ticket)
+                    if self.defect == Defect::LeavesAPartAlone
+                        && self.part().is_some_and(|part| part.ticket == ticket) => {}
+                Command::Offer { ticket, offer } => {
+                    if let Some(process) = &self.process {
+                        let mut offers = process.shared.offers.lock().unwrap();
+                        offers.entry(ticket).or_default().push_back(offer);
+                    }
+                }
                 Command::Cancel(ticket) => {
                     if let Some(process) = &self.process {
                         process.shared.cancelled.lock().unwrap().insert(ticket);
@@ -369,6 +395,37 @@ impl Slot {
         }
     }
 
+    /// The part of a stage on two cards that its worker has.
+    pub(crate) fn part(&self) -> Option<HeldPart> {
+        let order = self.order.as_ref()?;
+        let process = self.process.as_ref()?;
+        let together = order.together?;
+        Some(HeldPart {
+            ticket: order.ticket,
+            job: order.job.clone(),
+            part: together.part,
+            is_ending: process.shared.cancelled.lock().unwrap().contains(&order.ticket),
+        })
+    }
+
+    /// Checks that the other part of its stage is with one of these workers, or that either is ending. The supervisor has a moment to
+    /// learn of an end.
+    pub(crate) fn check_part(&mut self, others: &[HeldPart], now: u64) -> Result<(), Broken> {
+        let alone = self.part().filter(|own| {
+            let mut others = others.iter();
+            !own.is_ending && !others.any(|other| other.job == own.job && other.part != own.part)
+        });
+        let Some(alone) = alone else {
+            self.alone_since = None;
+            return Ok(());
+        };
+        let since = *self.alone_since.get_or_insert(now);
+        if now - since > LEFT_ALONE_MS && !self.defect.accepts_stale_answers() {
+            return Err((Invariant::PartsRunTogether, format!("{alone:?} since {since} ms")));
+        }
+        Ok(())
+    }
+
     /// State of its worker, for the records.
     pub(crate) fn doing(&self) -> &'static str {
         if self.process.is_none() {
@@ -542,6 +599,9 @@ impl Slot {
                     };
                     self.order = self.ahead.take();
                     records.note(name_of(outcome));
+                    if order.together.is_some() {
+                        records.note(format!("{}, of a part", name_of(outcome)));
+                    }
                     if !order.sharing.is_empty() && !self.defect.accepts_stale_answers() {
                         let what = format!("{ticket:?} was answered before those that share its passes");
                         return Err((Invariant::OneOrderAtATime, what));
@@ -558,7 +618,7 @@ impl Slot {
                     other[0] ^= 1;
                     piece.data = other.into();
                 }
-                Event::Progress { .. } | Event::Answer { .. } => {}
+                Event::Progress { .. } | Event::Offer { .. } | Event::Answer { .. } => {}
             }
             self.signal(Signal::Event(event));
         }
