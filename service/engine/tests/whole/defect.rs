@@ -46,7 +46,7 @@ pub(crate) enum Invariant {
     UnloadFreesAllBytes,
     /// Without jobs, the queue holds no state.
     IdleQueueHoldsNoState,
-    /// A part of a stage on two cards has its counterpart, or one of the two is ending.
+    /// A part of a stage on two cards has its counterpart, unless that has completed or this one is ending.
     PartsRunTogether,
     /// After the last fault, every card becomes ready again.
     CardsBecomeReadyAgain,

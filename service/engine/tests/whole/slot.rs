@@ -119,6 +119,8 @@ pub(crate) struct Slot {
     tickets: BTreeSet<Ticket>,
     /// Since when its worker has one part of a stage, and no other the second.
     alone_since: Option<u64>,
+    /// The last part that was completed here: the other may still be at work.
+    completed_part: Option<HeldPart>,
     /// Pins that the worker knows, by entry.
     pins: Vec<(String, Vec<ComponentId>)>,
     pub(crate) ledger: Option<Arc<Ledger>>,
@@ -155,6 +157,7 @@ impl Slot {
             ahead: None,
             tickets: BTreeSet::new(),
             alone_since: None,
+            completed_part: None,
             pins: Vec::new(),
             ledger: None,
             past: Vec::new(),
@@ -217,6 +220,9 @@ impl Slot {
         if let Some(used) = order.tickets().find(|ticket| !self.tickets.insert(*ticket)) {
             let what = format!("{used:?} was used before");
             return Err((Invariant::OneOrderAtATime, what));
+        }
+        if order.together.is_some() {
+            self.completed_part = None;
         }
         if self.process.is_none() {
             return Ok(());
@@ -408,7 +414,12 @@ impl Slot {
         })
     }
 
-    /// Checks that the other part of its stage is with one of these workers, or that either is ending. The supervisor has a moment to
+    /// The parts that count for the other one: the one that its worker has, and the last that was completed.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = HeldPart> {
+        self.part().into_iter().chain(self.completed_part.clone())
+    }
+
+    /// Checks that the other part of its stage is among these, or that it is ending. The supervisor has a moment to
     /// learn of an end.
     pub(crate) fn check_part(&mut self, others: &[HeldPart], now: u64) -> Result<(), Broken> {
         let alone = self.part().filter(|own| {
@@ -590,6 +601,9 @@ impl Slot {
                     }
                 }
                 Event::Finished { ticket, outcome } => {
+                    if let Outcome::Completed(_) = outcome {
+                        self.completed_part = self.part().or(self.completed_part.take());
+                    }
                     let Some(order) = self.order.take_if(|order| order.ticket == *ticket) else {
                         if self.defect.accepts_stale_answers() {
                             continue;

@@ -241,7 +241,7 @@ impl<'a> World<'a> {
                 }
             }
             drop(records);
-            let parts: Vec<HeldPart> = self.slots.iter().filter_map(Slot::part).collect();
+            let parts: Vec<HeldPart> = self.slots.iter().flat_map(Slot::parts).collect();
             for slot in &mut self.slots {
                 slot.check_part(&parts, now)?;
             }
