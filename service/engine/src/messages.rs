@@ -79,6 +79,8 @@ pub struct Order {
     /// Stages of other jobs that are run in the same passes of the model, in the memory of the order's own: its model has the adapters
     /// of all of them, and its own work the components. Each has its own progress and its own end, before that of the order.
     pub sharing: Vec<Sharing>,
+    /// The part of its stage that this card has, where another card runs the stage with it; `None`: it runs alone.
+    pub together: Option<Together>,
     /// It was sent while the worker still had another order, and begins when that has ended.
     pub is_ahead: bool,
 }
@@ -89,6 +91,15 @@ impl Order {
         let sharing = self.sharing.iter().map(|sharing| sharing.ticket);
         std::iter::once(self.ticket).chain(sharing)
     }
+}
+
+/// The part of one card in a stage that several cards run together: each has an order for the same stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Together {
+    /// From 0. The values and pieces of part 0 count; it alone makes previews.
+    pub part: u32,
+    /// How many parts there are.
+    pub of: u32,
 }
 
 /// A stage that shares the passes of an order's.
@@ -139,6 +150,9 @@ pub enum Command {
     /// So many bytes of pieces of an attempt are taken, of all that it has delivered so far: see [`must_wait`]. Handled outside of the
     /// card thread, which may wait for it.
     Taken { ticket: Ticket, bytes: Bytes },
+    /// What the other card that runs an attempt's stage offers this one ([`model::Observer::meet`]). Handled outside of the card thread,
+    /// which may wait for it.
+    Offer { ticket: Ticket, offer: bytes::Bytes },
     /// The complete set of claims; replaces the previous one. The supervisor keeps the times to live.
     Standing(Standing),
     /// Unload components, except those that are in use or claimed.
@@ -158,6 +172,7 @@ impl Command {
             Command::Run(order) => Some(&mut **order),
             Command::Cancel(_)
             | Command::Taken { .. }
+            | Command::Offer { .. }
             | Command::Standing(_)
             | Command::Unload { .. }
             | Command::Trim { .. }
@@ -265,6 +280,8 @@ pub enum Event {
     Snapshot(Arc<Ledger>),
     /// Progress of an attempt.
     Progress { ticket: Ticket, progress: Progress },
+    /// What an attempt offers the other card that runs its stage; it waits for the same of that one.
+    Offer { ticket: Ticket, offer: bytes::Bytes },
     /// The end of an attempt. Exactly one per order, and one for each stage that shares its passes.
     Finished { ticket: Ticket, outcome: Outcome },
     /// Answer to `Unload`, `Trim` and `MakeRoom`.

@@ -14,7 +14,7 @@ use crate::identity::ModelFile;
 use crate::left_out::LeftOut;
 use crate::media::SampleFormat;
 use crate::parts::ModelParts;
-use crate::plan::{StagePlan, ValueShape, Values};
+use crate::plan::{Role, StagePlan, ValueShape, Values};
 use crate::precision::Precision;
 use crate::quantization::{Formats, Quantization};
 use crate::reads::{Field, Reads};
@@ -135,7 +135,14 @@ pub trait Model: Send + Sync {
             problems.extend(self.too_many_references(image.references.len()));
         }
         match self.stages_of(request) {
-            Ok(stages) if problems.is_empty() => Ok(stages),
+            Ok(mut stages) if problems.is_empty() => {
+                // What was measured of a stage on one card says nothing of a part of it.
+                let sampled = stages.iter_mut().filter(|stage| stage.role == Role::Sample);
+                for stage in sampled.filter(|_| request.cards > 1) {
+                    stage.shape.push_str(&format!(" on {} cards", request.cards));
+                }
+                Ok(stages)
+            }
             Ok(_) => Err(problems),
             Err(others) => Err([others, problems].concat()),
         }

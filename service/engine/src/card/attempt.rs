@@ -158,6 +158,7 @@ impl Card {
                     .map(|sharing| (sharing.ticket, &sharing.work));
                 let run = StageAttempt {
                     stages: std::iter::once(own).chain(sharing).collect(),
+                    together: order.together,
                     need,
                     model: &*model,
                 };

@@ -7,7 +7,7 @@ use residency::{Bytes, Millis};
 
 use crate::messages::{Event, Ticket};
 
-/// Receives a card's events. Calls must not block, but for [`Link::flush`] and [`Link::wait_until_taken`].
+/// Receives a card's events. Calls must not block, but for [`Link::flush`], [`Link::wait_until_taken`] and [`Link::next_offer`].
 pub trait Link {
     /// Sends an event.
     fn emit(&mut self, event: Event);
@@ -18,6 +18,11 @@ pub trait Link {
     /// Waits while an attempt that has delivered pieces of so many bytes has to ([`must_wait`](crate::messages::must_wait)) and is not
     /// cancelled.
     fn wait_until_taken(&mut self, _ticket: Ticket, _delivered: Bytes) {}
+    /// Waits for the next offer of the other card that runs the stage of this attempt, each once and in their order; `None`: the
+    /// attempt is cancelled.
+    fn next_offer(&mut self, _ticket: Ticket) -> Option<bytes::Bytes> {
+        None
+    }
 }
 
 /// A monotonic clock. The supervisor plans on the card's ledgers, so both use the same epoch.

@@ -215,7 +215,7 @@ impl Card {
         let flow = match command {
             Command::Run(order) => self.run(&order, link),
             // Handled by the owner of the link, concurrently with the order; here it would be too late.
-            Command::Cancel(_) | Command::Taken { .. } => Flow::Continue,
+            Command::Cancel(_) | Command::Taken { .. } | Command::Offer { .. } => Flow::Continue,
             Command::Standing(standing) => {
                 standing.apply_to(&mut self.ledger);
                 Flow::Continue

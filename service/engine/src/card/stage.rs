@@ -12,7 +12,9 @@ use residency::{Bytes, MemorySummary, Millis};
 use super::attempt::Halt;
 use super::moves::MoveError;
 use super::{Card, Clock, Link, canary};
-use crate::messages::{Completed, Event, Failure, Outcome, Progress, StageMemory, StageWork, Ticket};
+use crate::messages::{
+    Completed, Event, Failure, Outcome, Progress, StageMemory, StageWork, Ticket, Together,
+};
 use crate::need::Need;
 
 /// Maximum bytes of a piece sent to the supervisor, unless one unit exceeds it.
@@ -22,6 +24,8 @@ const PIECE_BYTES: usize = 16 << 20;
 pub(super) struct StageAttempt<'a> {
     /// The order's own stage is the first.
     pub(super) stages: Vec<(Ticket, &'a StageWork)>,
+    /// The part of this card, where another runs the stage with it.
+    pub(super) together: Option<Together>,
     pub(super) need: &'a Need,
     pub(super) model: &'a dyn Model,
 }
@@ -59,7 +63,8 @@ enum StageFailure {
 
 impl Card {
     /// Runs stages whose components are resident, and returns their outcomes, with the report filled in. Out of memory: retries
-    /// after a trim, then on smaller rungs, if those give the same result.
+    /// after a trim, then on smaller rungs, if those give the same result. A stage that another card runs too is not retried here: the
+    /// other one is in the midst of it, and both have to begin again.
     pub(super) fn run_stage(
         &mut self,
         run: &StageAttempt<'_>,
@@ -84,7 +89,11 @@ impl Card {
                     return self.outcomes(given, report);
                 }
                 Err(StageFailure::Error(error)) if ran_out_of_memory(&error) => {
-                    let next = if trimmed { next_rung(run, rung) } else { Some(rung) };
+                    let next = match (run.together, trimmed) {
+                        (Some(_), _) => None,
+                        (None, true) => next_rung(run, rung),
+                        (None, false) => Some(rung),
+                    };
                     let Some(next) = next else {
                         return Err(self.out_of_memory(run.need, rung));
                     };
@@ -253,6 +262,7 @@ impl Card {
             last_step: 0,
             left_out: None,
             delivered: Bytes::ZERO,
+            together: run.together,
             timeline: Timeline::begin("compute"),
         };
         let stages = run
@@ -270,7 +280,7 @@ impl Card {
                 values: &work.values,
                 tensors: &tensors,
                 device: gpu.device(),
-                part: None,
+                part: run.together.map(|together| together.part),
             });
         let stages: Vec<_> = stages.collect();
         let mathematics = || match &stages[..] {
@@ -389,6 +399,7 @@ struct Watch<'a> {
     left_out: Option<PassesLeftOut>,
     /// Bytes of the pieces that it has delivered.
     delivered: Bytes,
+    together: Option<Together>,
     /// Timeline of its steps.
     timeline: Timeline,
 }
@@ -418,6 +429,18 @@ impl Observer for Watch<'_> {
             return self.step(n, of);
         }
         self.report_of(stage, Progress::Step { n, of });
+    }
+
+    fn meet(&mut self, offer: &[u8]) -> Result<Vec<u8>, StageError> {
+        let Some(&ticket) = self.tickets.first().filter(|_| self.together.is_some()) else {
+            return Err(StageError::BadInput("no other card runs this stage".to_owned()));
+        };
+        self.check_cancelled()?;
+        let offer = bytes::Bytes::copy_from_slice(offer);
+        self.link.emit(Event::Offer { ticket, offer });
+        let others = self.link.next_offer(ticket).ok_or(StageError::Cancelled)?;
+        self.timeline.part("meet the other card");
+        Ok(others.into())
     }
 
     fn left_out(&mut self, passes: PassesLeftOut) {

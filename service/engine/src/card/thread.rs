@@ -1,6 +1,6 @@
 //! The thread that owns a card, and its command channel.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -49,11 +49,13 @@ struct Shared {
 }
 
 /// What was received about an order since it was sent.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 struct Known {
     cancelled: bool,
     /// Bytes of its pieces that the supervisor has taken.
     taken: Bytes,
+    /// What the other card that runs its stage has offered, and the stage has not taken yet.
+    offers: VecDeque<bytes::Bytes>,
 }
 
 impl Orders {
@@ -138,8 +140,8 @@ impl CardThread {
 }
 
 impl CardCommands {
-    /// Sends a command. What concerns the order that runs, its cancellation and how much of its result is taken, takes effect at once.
-    /// False if the thread has ended.
+    /// Sends a command. What concerns the order that runs takes effect at once: its cancellation, how much of its result is taken, and
+    /// the offers of the other card. False if the thread has ended.
     pub fn send(&self, command: Command) -> bool {
         match command {
             Command::Cancel(ticket) => {
@@ -148,6 +150,10 @@ impl CardCommands {
             }
             Command::Taken { ticket, bytes } => {
                 self.orders.change(ticket, |known| known.taken = bytes);
+                return true;
+            }
+            Command::Offer { ticket, offer } => {
+                self.orders.change(ticket, |known| known.offers.push_back(offer));
                 return true;
             }
             Command::Run(ref order) => {
@@ -216,6 +222,17 @@ impl<E: Events> Link for ThreadLink<E> {
         };
         drop(self.orders.0.changed.wait_while(self.orders.lock(), waits));
     }
+
+    fn next_offer(&mut self, ticket: Ticket) -> Option<bytes::Bytes> {
+        let waits = |orders: &mut BTreeMap<Ticket, Known>| {
+            let known = orders.get(&ticket);
+            known.is_some_and(|known| !known.cancelled && known.offers.is_empty())
+        };
+        let waited = self.orders.0.changed.wait_while(self.orders.lock(), waits);
+        let mut orders = waited.unwrap_or_else(PoisonError::into_inner);
+        let known = orders.get_mut(&ticket).filter(|known| !known.cancelled)?;
+        known.offers.pop_front()
+    }
 }
 
 #[cfg(test)]
@@ -246,7 +263,7 @@ mod tests {
                 };
                 link.wait_until_taken(ticket, Bytes::mib(1));
                 link.wait_until_taken(ticket, delivered);
-                let known = link.orders.lock()[&ticket];
+                let known = &link.orders.lock()[&ticket];
                 known.cancelled || known.taken == delivered
             });
             let little = Bytes::mib(900);

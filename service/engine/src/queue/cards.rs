@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use gpu::{CardDescription, CardSpeeds};
+use gpu::{CardDescription, CardKind, CardSpeeds};
 use residency::{Bytes, Component, ComponentId, DriverTruth, Ledger, Millis};
 use tokio::time::Instant;
 
@@ -57,6 +57,64 @@ pub(super) struct InFlight {
     pub(super) cancelled: Option<Instant>,
     /// How long its worker was silent, if it was considered hung for that reason.
     pub(super) silent: Option<Duration>,
+    /// Its part, where another card runs the stage with it.
+    pub(super) joint: Option<Joint>,
+}
+
+/// What an order that runs a stage together with another card's knows of that one.
+#[derive(Debug)]
+pub(super) struct Joint {
+    /// Whether its own part is the first: the job goes on by the end of that one alone.
+    pub(super) leads: bool,
+    /// Card and ticket of the other order.
+    pub(super) other: (usize, Ticket),
+    /// How often it has offered the other something, and the other it.
+    pub(super) offered: u32,
+    pub(super) met: u32,
+    /// Why the other, which was needed, has ended.
+    pub(super) fault: Option<Fault>,
+    /// Whether its card time is charged already.
+    pub(super) is_charged: bool,
+}
+
+impl Joint {
+    pub(super) fn new(leads: bool, other: (usize, Ticket)) -> Joint {
+        Joint {
+            leads,
+            other,
+            offered: 0,
+            met: 0,
+            fault: None,
+            is_charged: false,
+        }
+    }
+}
+
+/// Why a stage on two cards is to be run again: its second part has ended without having completed.
+#[derive(Clone, Debug)]
+pub(super) enum Fault {
+    /// Its worker died.
+    Died(Death),
+    /// It failed on this card.
+    Failed { card: String, error: Error },
+    /// Files of its model were replaced.
+    Replaced { message: String },
+    /// It could not begin: what its card answered is known to the job.
+    NotBegun,
+}
+
+/// The death of a worker that had an order.
+#[derive(Clone, Debug)]
+pub(super) struct Death {
+    pub(super) card: String,
+    pub(super) kind: CardKind,
+    pub(super) reason: String,
+    /// Whether a client asked to end the worker.
+    pub(super) is_asked_for: bool,
+    /// Whether the worker had begun the order.
+    pub(super) has_begun: bool,
+    /// How long it was silent, if it was considered hung for that reason.
+    pub(super) silent: Option<Duration>,
 }
 
 impl InFlight {
@@ -84,11 +142,29 @@ impl InFlight {
             expected_ms,
             cancelled: None,
             silent: None,
+            joint: None,
         }
     }
 }
 
 impl InFlight {
+    /// The same order, as one part of a stage on two cards.
+    pub(super) fn joint_with(mut self, joint: Joint) -> InFlight {
+        self.joint = Some(joint);
+        self
+    }
+
+    /// Whether it is the second part of a stage whose job goes on by the end of the first.
+    pub(super) fn assists(&self) -> bool {
+        self.joint.as_ref().is_some_and(|joint| !joint.leads)
+    }
+
+    /// The card and the ticket of the second part, if this is the first.
+    pub(super) fn second_part(&self) -> Option<(usize, Ticket)> {
+        let joint = self.joint.as_ref().filter(|joint| joint.leads)?;
+        Some(joint.other)
+    }
+
     /// The same order, with these jobs that share its passes.
     pub(super) fn shared_with(mut self, sharing: BTreeMap<Ticket, JobId>) -> InFlight {
         self.jobs = 1 + sharing.len() as u32;
@@ -141,6 +217,7 @@ impl InFlight {
             expected_ms: self.expected_ms,
             cancelled: None,
             silent: self.silent,
+            joint: None,
         })
     }
 }
@@ -258,9 +335,35 @@ impl CardRecord {
         self.health == Health::Ready
     }
 
-    /// The job of its order.
+    /// The job that goes on with the card after its order.
     pub(super) fn job(&self) -> Option<&JobId> {
-        self.in_flight.as_ref()?.job.as_ref()
+        self.in_flight
+            .as_ref()
+            .filter(|running| !running.assists())?
+            .job
+            .as_ref()
+    }
+
+    /// The order in flight, if its own stage has this ticket.
+    pub(super) fn running(&mut self, ticket: Ticket) -> Option<&mut InFlight> {
+        self.in_flight.as_mut().filter(|running| running.ticket == ticket)
+    }
+
+    /// Asks the worker to stop one part of a stage on two cards, whose job goes on: once, and within the time limit of a cancel.
+    pub(super) fn cancel_part(&mut self, ticket: Ticket, now: Instant) {
+        let running = self.running(ticket).filter(|running| running.cancelled.is_none());
+        if let Some(running) = running {
+            running.cancelled = Some(now);
+            self.send(Command::Cancel(ticket));
+        }
+    }
+
+    /// Passes an offer of the other card on to the part that it is for, which may have waited for it.
+    pub(super) fn pass_offer(&mut self, ticket: Ticket, offer: bytes::Bytes, now: Instant) {
+        if let Some(running) = self.running(ticket) {
+            running.meets(now);
+            self.send(Command::Offer { ticket, offer });
+        }
     }
 
     /// The shortage of a stage on the card now, without alternatives.

@@ -3,7 +3,7 @@
 
 use residency::{Bytes, Wait, WaitCause};
 
-use super::placing::Placement;
+use super::placing::{Companion, Placement};
 use super::record::{JobRecord, Patience, State};
 use super::shares::AFFINITY_WINDOW_MS;
 use super::view::View;
@@ -21,6 +21,8 @@ pub(super) enum Decision {
         job: JobId,
         card: usize,
         low_memory: bool,
+        /// The card that runs the second part of it, where two run it together.
+        companion: Option<Companion>,
         /// Jobs that could have used the card and were before it.
         overtaken: Vec<JobId>,
     },
@@ -40,7 +42,7 @@ pub(super) enum Decision {
 pub(super) struct Pass {
     order: Vec<JobId>,
     next: usize,
-    /// Seconds of work that each card has before it.
+    /// Seconds of work that each card has before it; infinite where a job holds the card that waits for a second one.
     ahead: Vec<f64>,
     /// Jobs that wait although later ones may start.
     passed: Vec<JobId>,
@@ -105,7 +107,15 @@ impl Pass {
             return Some(Decision::Refuse { job: id, error });
         }
         Some(match view.place(job, &self.ahead) {
-            Placement::Start { card, low_memory } => self.start_by_turn(view, job, card, low_memory),
+            Placement::Start {
+                card,
+                low_memory,
+                companion,
+            } => self.start_by_turn(view, job, (card, low_memory), companion),
+            Placement::Alone { card } => {
+                self.hold(view, card);
+                Decision::Queue { job: id }
+            }
             Placement::Behind { card } => {
                 self.ahead[card] += view.expected_ms(job).0 / 1000.0;
                 Decision::Queue { job: id }
@@ -134,11 +144,33 @@ impl Pass {
         })
     }
 
-    /// Starts the job whose turn it is on a card that `job` could take.
-    fn start_by_turn(&mut self, view: &View<'_>, job: &JobRecord, card: usize, low_memory: bool) -> Decision {
-        let rest = &self.order[self.next..];
+    /// Keeps a card for a job that waits for a second one: no later job of the pass starts there. Of cards that are alike only one is
+    /// held, by the first such job: two jobs that hold a card each would wait for each other.
+    fn hold(&mut self, view: &View<'_>, card: usize) {
+        let mut held = (0..self.ahead.len()).filter(|held| self.ahead[*held].is_infinite());
+        if !held.any(|held| view.are_alike(held, card)) {
+            self.ahead[card] = f64::INFINITY;
+        }
+    }
+
+    /// Starts the job whose turn it is on a card that `job` could take. A job of two cards takes both itself: it may have held one.
+    fn start_by_turn(
+        &mut self,
+        view: &View<'_>,
+        job: &JobRecord,
+        (card, low_memory): (usize, bool),
+        companion: Option<Companion>,
+    ) -> Decision {
+        let rest = match companion {
+            Some(_) => &[],
+            None => &self.order[self.next..],
+        };
         let queue = Decision::Queue { job: job.id.clone() };
-        let Some(starter) = view.job_to_start(job, card, rest, &self.passed) else {
+        let cards = || std::iter::once(card).chain(companion.map(|companion| companion.card));
+        let is_kept = |other: usize| view.is_kept_for_others(other, &self.passed);
+        let starter = view.job_to_start(job, card, rest, &self.passed);
+        let starter = starter.filter(|_| !companion.is_some_and(|other| is_kept(other.card)));
+        let Some(starter) = starter else {
             self.passed.push(job.id.clone());
             return queue;
         };
@@ -149,12 +181,16 @@ impl Pass {
             before.push(job.id.clone());
             self.then = Some(queue);
         }
-        let could_use = |id: &JobId| view.jobs.get(id).is_some_and(|job| view.may_use(job, card));
+        let could_use = |id: &JobId| {
+            let job = view.jobs.get(id);
+            job.is_some_and(|job| cards().any(|card| view.may_use(job, card)))
+        };
         before.retain(could_use);
         Decision::Start {
             job: starter,
             card,
             low_memory: low_memory && is_first,
+            companion,
             overtaken: before,
         }
     }
@@ -170,14 +206,11 @@ impl View<'_> {
         rest: &[JobId],
         passed: &[JobId],
     ) -> Option<JobId> {
-        let bound = self.settings.overtaking_bound;
-        let is_overtaken_enough = |job: &JobRecord| job.overtaken >= bound && self.may_use(job, card);
-        let mut passed = passed.iter().filter_map(|id| self.jobs.get(id));
-        if passed.any(is_overtaken_enough) {
+        if self.is_kept_for_others(card, passed) {
             return None;
         }
         let missing = self.missing_bytes(first, card);
-        if missing == Bytes::ZERO || first.begun || is_overtaken_enough(first) {
+        if missing == Bytes::ZERO || first.begun || self.is_overtaken_enough(first, card) {
             return Some(first.id.clone());
         }
         let is_warm = |job: &&JobRecord| {
@@ -185,11 +218,23 @@ impl View<'_> {
                 && self.lead_ms(job, first) <= AFFINITY_WINDOW_MS
                 && self.missing_bytes(job, card).0.saturating_mul(2) < missing.0
                 && !self.waits_for_unload(job)
+                && !self.is_next_on_two_cards(job, card)
                 && self.starts_on(job, card) == Some(false)
         };
         let rest = rest.iter().take(AFFINITY_DEPTH);
         let warm = rest.filter_map(|id| self.jobs.get(id)).find(is_warm);
         Some(warm.unwrap_or(first).id.clone())
+    }
+
+    /// Whether a job must not be overtaken any more on a card.
+    fn is_overtaken_enough(&self, job: &JobRecord, card: usize) -> bool {
+        job.overtaken >= self.settings.overtaking_bound && self.may_use(job, card)
+    }
+
+    /// Whether one of these jobs, that wait, must not be overtaken any more on a card.
+    fn is_kept_for_others(&self, card: usize, waiting: &[JobId]) -> bool {
+        let mut waiting = waiting.iter().filter_map(|id| self.jobs.get(id));
+        waiting.any(|job| self.is_overtaken_enough(job, card))
     }
 
     /// Whether a job would start on this card now, and if so whether memory would be short.
@@ -200,6 +245,7 @@ impl View<'_> {
             Placement::Start {
                 card: there,
                 low_memory,
+                ..
             } => (there == card).then_some(low_memory),
             _ => None,
         }

@@ -6,7 +6,7 @@
 //!
 //! A file owns state (`cards`, `claims`, `encoding`, `ended`, `latents`, `learned`, `listener`, `memos`, `record`, `recycles`, `replay`, `shares`,
 //! `swap`, `unloads`, `watchdog`) or decides over a `view::View` and changes nothing (`decide`, `leaving`, `offers`, `order`,
-//! `passes`, `placing`, `stage_time`, `status`, `swaps`). Only `core` sees two owners. `observer`, `reductions`, `report`, `request` and `steps` are values.
+//! `passes`, `placing`, `stage_time`, `status`, `swaps`, `together`). Only `core` sees two owners. `observer`, `reductions`, `report`, `request` and `steps` are values.
 //!
 //! # Terms
 //! *Queued* is after other jobs of this service: it is bounded by the deadline and spends no patience. *Waiting* is for memory
@@ -47,6 +47,7 @@ mod status;
 mod steps;
 mod swap;
 mod swaps;
+mod together;
 mod unloads;
 mod view;
 mod watchdog;

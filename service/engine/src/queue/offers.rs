@@ -25,6 +25,9 @@ use crate::need::{Need, ids_of};
 impl View<'_> {
     /// The plan of a job that was not submitted, on a card or on the card that would be chosen.
     pub(super) fn plan_report(&self, job: &JobRecord, card: &str) -> Result<PlanReport, Error> {
+        if let Some(error) = self.refusal_of_cards(job) {
+            return Err(error);
+        }
         let index = self
             .card_to_plan_on(job, card)
             .ok_or_else(|| self.not_ready(card))?;
@@ -76,9 +79,10 @@ impl View<'_> {
                 .filter(ready);
         }
         match self.place(job, &self.seconds_ahead()) {
-            Placement::Start { card, .. } | Placement::Behind { card } | Placement::Never { card, .. } => {
-                Some(card)
-            }
+            Placement::Start { card, .. }
+            | Placement::Alone { card }
+            | Placement::Behind { card }
+            | Placement::Never { card, .. } => Some(card),
             Placement::Held | Placement::Short { .. } | Placement::Nowhere => None,
         }
         .filter(ready)

@@ -49,7 +49,7 @@ impl View<'_> {
             let clients = accounts.entry(account).or_default();
             clients.entry(client).or_default().push_back(Waiting {
                 job,
-                virtual_ms: self.expected_ms(job).0 / job.options.priority.weight(),
+                virtual_ms: self.expected_card_ms(job) / job.options.priority.weight(),
             });
         }
         let accounts = accounts.into_iter().map(|(account, clients)| {
@@ -102,6 +102,16 @@ impl View<'_> {
             known &= is_known;
         }
         (sum, known)
+    }
+
+    /// Milliseconds of card time that a job still takes: those of two cards where it runs on two.
+    fn expected_card_ms(&self, job: &JobRecord) -> f64 {
+        let steps = job.cursor..job.steps.len();
+        let of_step = |index: usize| {
+            let cards = if job.is_on_two_cards(index) { 2.0 } else { 1.0 };
+            self.expected_step_ms(job, index, None).0 * cards
+        };
+        steps.map(of_step).sum()
     }
 
     /// Milliseconds that a step takes on a card, or (`None`) on the fastest that ran one like it.

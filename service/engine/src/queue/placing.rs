@@ -16,7 +16,11 @@ pub(super) enum Placement {
         card: usize,
         /// The job starts only because it accepts that memory may be short.
         low_memory: bool,
+        /// The card of the second part, where two cards run the step together.
+        companion: Option<Companion>,
     },
+    /// The step needs two cards: this one is free, and the other job's work on the second is to end.
+    Alone { card: usize },
     /// After the current work of a card.
     Behind { card: usize },
     /// After claims of clients, or after memory that is about to be freed: neither other programs nor running jobs are the cause.
@@ -34,11 +38,33 @@ pub(super) enum Placement {
     Nowhere,
 }
 
-/// The answer of one card.
-enum CardAnswer {
+/// The card that runs the second part of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Companion {
+    pub(super) card: usize,
+    pub(super) low_memory: bool,
+}
+
+/// The steps for which a card is asked.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Steps {
+    /// Those that are left.
+    AllLeft,
+    /// The next one alone.
+    Next,
+}
+
+/// The answer of one card, or of two to a step that they run together.
+pub(super) enum CardAnswer {
     Start {
         seconds: f64,
         low_memory: bool,
+        companion: Option<Companion>,
+    },
+    /// Of two cards only this one is free.
+    Alone {
+        seconds: f64,
+        free: usize,
     },
     Behind {
         seconds: f64,
@@ -52,7 +78,8 @@ enum CardAnswer {
 }
 
 impl View<'_> {
-    /// The best place for a job's next step. `ahead` is seconds of work that each card has before it.
+    /// The best place for a job's next step. `ahead` is seconds of work that each card has before it; on a card where that is infinite it
+    /// does not start.
     pub(super) fn place(&self, job: &JobRecord, ahead: &[f64]) -> Placement {
         let only = self.only_card(job);
         let mut best: Option<(f64, Placement)> = None;
@@ -63,11 +90,34 @@ impl View<'_> {
             if only.is_some_and(|only| only != card) {
                 continue;
             }
-            let Some(answer) = self.ask(job, card) else {
+            if job.needs_two_cards() && !self.has_companion(card) {
+                continue; // as the step that needs them does
+            }
+            let needs_two = self.is_next_on_two_cards(job, card);
+            let answer = match needs_two {
+                true => self.ask_two(job, card, ahead),
+                false => self.ask(job, card, Steps::AllLeft),
+            };
+            let Some(answer) = answer else {
                 continue;
             };
             let (seconds, placement) = match answer {
-                CardAnswer::Start { seconds, low_memory } => (seconds, Placement::Start { card, low_memory }),
+                CardAnswer::Start { seconds, .. } if seconds_ahead.is_infinite() => {
+                    (seconds, Placement::Behind { card })
+                }
+                CardAnswer::Start {
+                    seconds,
+                    low_memory,
+                    companion,
+                } => {
+                    let start = Placement::Start {
+                        card,
+                        low_memory,
+                        companion,
+                    };
+                    (seconds, start)
+                }
+                CardAnswer::Alone { seconds, free } => (seconds, Placement::Alone { card: free }),
                 CardAnswer::Behind { seconds } => (seconds, Placement::Behind { card }),
                 CardAnswer::Short(shortage) if shortage.cause == WaitCause::Leases => {
                     held = true;
@@ -97,7 +147,12 @@ impl View<'_> {
                     continue;
                 }
             };
-            let finish = seconds_ahead + seconds;
+            // The answer of two cards has what is before each of them already.
+            let finish = if needs_two {
+                seconds
+            } else {
+                seconds_ahead + seconds
+            };
             if best.as_ref().is_none_or(|(least, _)| finish < *least) {
                 best = Some((finish, placement));
             }
@@ -110,14 +165,17 @@ impl View<'_> {
         }
     }
 
-    fn ask(&self, job: &JobRecord, index: usize) -> Option<CardAnswer> {
+    pub(super) fn ask(&self, job: &JobRecord, index: usize, steps: Steps) -> Option<CardAnswer> {
         let card = &self.cards[index];
         let dtype = &card.description.compute_dtype;
         let ledger_now = card.ledger_now(self.now);
         let ledger = &*self.ledger_for(job, index);
         let next = self.next_step(job, dtype);
         job.models.get(dtype)?;
-        let needs = self.remaining_needs(job, next, index);
+        let mut needs = self.remaining_needs(job, next, index);
+        if steps == Steps::Next {
+            needs.truncate(1);
+        }
         let policy = self.policy(job, index);
         if let Some(never) = self.never(job, index, ledger, &needs, ledger_now) {
             return Some(never);
@@ -155,12 +213,14 @@ impl View<'_> {
             return Some(CardAnswer::Start {
                 seconds,
                 low_memory: true,
+                companion: None,
             });
         }
         Some(match choose_rung(ledger, need, policy, ledger_now) {
             Admission::Run { .. } => CardAnswer::Start {
                 seconds: self.seconds_on(job, next, index, ledger, &needs),
                 low_memory: false,
+                companion: None,
             },
             Admission::Wait { rung, short, cause } => {
                 CardAnswer::Short(self.shortage(index, need, rung, short, cause))

@@ -233,9 +233,26 @@ impl JobRecord {
         Some((self.entry.key.clone(), self.name_of(step), shape))
     }
 
-    /// How the step at `index` shares passes with stages of other jobs.
+    /// How the step at `index` shares passes with stages of other jobs: not on two cards.
     pub(super) fn shared_pass(&self, index: usize) -> Option<&SharedPass> {
-        self.stage(*self.steps.get(index)?)?.shared.as_ref()
+        let pass = self.stage(*self.steps.get(index)?)?.shared.as_ref();
+        pass.filter(|_| !self.is_on_two_cards(index))
+    }
+
+    /// Whether two cards run the step at `index` together.
+    pub(super) fn is_on_two_cards(&self, index: usize) -> bool {
+        let is_asked_for = self.run().is_some_and(|run| run.request.cards > 1);
+        is_asked_for
+            && self
+                .steps
+                .get(index)
+                .is_some_and(|step| self.is_of(*step, Role::Sample))
+    }
+
+    /// Whether two cards run any of its steps together.
+    pub(super) fn needs_two_cards(&self) -> bool {
+        let is_asked_for = self.run().is_some_and(|run| run.request.cards > 1);
+        is_asked_for && self.steps.iter().any(|step| self.is_of(*step, Role::Sample))
     }
 
     /// Whether it is sampled in rounds, which may share passes: it gives up its card between them.

@@ -52,12 +52,13 @@ impl<'a> View<'a> {
         self.cards[card].is_ready().then_some(card)
     }
 
-    /// Whether a job may use a card at all.
+    /// Whether a job may use a card at all. A job of two cards does all of its work on cards that have another of their kind.
     pub(super) fn may_use(&self, job: &JobRecord, card: usize) -> bool {
         self.only_card(job).is_none_or(|only| only == card)
             && job
                 .models
                 .contains_key(&self.cards[card].description.compute_dtype)
+            && (!job.needs_two_cards() || self.has_companion(card))
     }
 
     /// The cards that a job could run on, now or once their workers have started.
@@ -109,6 +110,16 @@ impl<'a> View<'a> {
         if let Some(plan) = &mut need.plan {
             plan.preview.take_if(|previews| *previews != PreviewNeed::NOTHING);
         }
+        self.learned.improve(&mut need, open.model.family(), description);
+        Some(need)
+    }
+
+    /// A step's need on a card that makes no previews.
+    pub(super) fn need_without_previews(&self, job: &JobRecord, index: usize, card: usize) -> Option<Need> {
+        let description = &self.cards[card].description;
+        let mut need = job.need(index, &description.compute_dtype)?.on_card(description);
+        need.plan.as_mut().and_then(|plan| plan.preview.take());
+        let open = job.models.get(&description.compute_dtype)?;
         self.learned.improve(&mut need, open.model.family(), description);
         Some(need)
     }

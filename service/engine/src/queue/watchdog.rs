@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use super::Settings;
 use super::cards::{CardRecord, Health, InFlight};
 use super::learned::{KnownPace, PaceKey, StageKey, TooSlow, Took};
-use crate::messages::{Completed, Progress, must_wait};
+use crate::messages::{Completed, Progress, Ticket, must_wait};
 use crate::need::Need;
 
 /// The limit between two reports is this many times the usual time.
@@ -174,16 +174,42 @@ impl InFlight {
 
     /// Lets it deliver more. If it waited for that, its silence begins now.
     pub(super) fn take_pieces(&mut self, now: Instant) {
-        if self.waits_for_us() {
+        if self.waits_for_others() {
             self.last_report = now;
             self.pace.goes_on(now);
         }
         self.taken = self.delivered;
     }
 
-    /// Whether it waits until its pieces are taken: it is silent for that reason.
-    fn waits_for_us(&self) -> bool {
-        must_wait(self.delivered, self.taken)
+    /// Records that it offers the other part of its stage something. Returns card and ticket of that one.
+    pub(super) fn offers(&mut self, now: Instant) -> Option<(usize, Ticket)> {
+        self.last_report = now;
+        let joint = self.joint.as_mut()?;
+        joint.offered += 1;
+        Some(joint.other)
+    }
+
+    /// The other part of its stage offers it something. If it waited for that, its silence begins now.
+    pub(super) fn meets(&mut self, now: Instant) {
+        if self.waits_for_offer() {
+            self.last_report = now;
+            self.pace.goes_on(now);
+        }
+        if let Some(joint) = &mut self.joint {
+            joint.met += 1;
+        }
+    }
+
+    /// Whether it waits for an offer of the other part of its stage.
+    pub(super) fn waits_for_offer(&self) -> bool {
+        let joint = self.joint.as_ref();
+        joint.is_some_and(|joint| joint.offered > joint.met)
+    }
+
+    /// Whether it waits until its pieces are taken, or for the offer of the other card that runs its stage: it is silent for that
+    /// reason. The other one is not, as only one of the two can have offered more.
+    fn waits_for_others(&self) -> bool {
+        must_wait(self.delivered, self.taken) || self.waits_for_offer()
     }
 
     /// Updates how long the worker may be silent, from the measured pace.
@@ -249,7 +275,7 @@ impl CardRecord {
         }
         let running = self.in_flight.as_ref().map(|running| {
             let silent = running.last_report + running.silence(settings);
-            let silent = (!running.waits_for_us()).then_some(silent);
+            let silent = (!running.waits_for_others()).then_some(silent);
             let cancelled = running.cancelled.map(|at| at + running.grace(settings));
             silent.into_iter().chain(cancelled).min()
         });

@@ -10,5 +10,6 @@ mod shared;
 mod stages;
 mod support;
 mod thread;
+mod together;
 #[path = "../watched/mod.rs"]
 mod watched;

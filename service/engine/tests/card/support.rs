@@ -226,6 +226,7 @@ impl Bench {
             headroom: Bytes::ZERO,
             components: Vec::new(),
             sharing: Vec::new(),
+            together: None,
             is_ahead: false,
         }
     }

@@ -12,9 +12,9 @@ use residency::ComponentId;
 use crate::support::*;
 
 /// Timeout of waits in these tests.
-const LONG: Duration = Duration::from_secs(60);
+pub(crate) const LONG: Duration = Duration::from_secs(60);
 
-fn start(card: &str) -> (CardThread, Receiver<Event>) {
+pub(crate) fn start(card: &str) -> (CardThread, Receiver<Event>) {
     let settings: SimulatedSettings = card.parse().unwrap();
     let (sender, events) = channel();
     let card = move || {
@@ -31,7 +31,7 @@ fn start(card: &str) -> (CardThread, Receiver<Event>) {
     (thread, events)
 }
 
-fn outcome(events: &Receiver<Event>) -> Outcome {
+pub(crate) fn outcome(events: &Receiver<Event>) -> Outcome {
     loop {
         if let Event::Finished { outcome, .. } = events.recv_timeout(LONG).unwrap() {
             return outcome;

@@ -82,6 +82,7 @@ pub(crate) fn run(card: &mut Card, ticket: u64, model: ModelLocation, work: Work
         headroom: Bytes::ZERO,
         components: Vec::new(),
         sharing: Vec::new(),
+        together: None,
         is_ahead: false,
     };
     carry_out(card, Command::Run(Box::new(order)))

@@ -186,7 +186,13 @@ impl Model for FakeModel {
         Ok(Arc::new(FakeModel(parts)))
     }
     fn reads(&self) -> Reads {
-        Reads::of(&[Field::InitImage, Field::InitLatent, Field::Mask, Field::Adapters])
+        Reads::of(&[
+            Field::InitImage,
+            Field::InitLatent,
+            Field::Mask,
+            Field::Adapters,
+            Field::Cards,
+        ])
     }
     fn stages_of(&self, request: &Request) -> Result<Vec<StagePlan>, Vec<RequestError>> {
         let image = request.image().map_err(|problem| vec![problem])?;

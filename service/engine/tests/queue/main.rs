@@ -15,6 +15,7 @@ mod shares;
 mod sharing;
 mod swaps;
 mod terms;
+mod together;
 mod watchdog;
 mod watching;
 mod worker;

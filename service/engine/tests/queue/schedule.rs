@@ -170,6 +170,9 @@ fn random_job(random: &mut StdRng, number: u64) -> JobSpec {
     if let JobWork::Run(generate) = &mut spec.work {
         generate.count = random.random_range(1..3);
         generate.keep_latent = random.random_bool(0.2);
+        if random.random_bool(0.2) {
+            generate.request.cards = 2;
+        }
         if random.random_bool(0.05) {
             generate.request.medium = Medium::Image(Image::of(8192, 1024));
         }

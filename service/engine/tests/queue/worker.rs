@@ -70,7 +70,7 @@ pub fn start(settings: Settings, cards: usize) -> (Queue, Vec<Worker>) {
     start_on(settings, (0..cards).map(description).collect())
 }
 
-fn start_on(settings: Settings, cards: Vec<CardDescription>) -> (Queue, Vec<Worker>) {
+pub fn start_on(settings: Settings, cards: Vec<CardDescription>) -> (Queue, Vec<Worker>) {
     let (signals, received) = mpsc::unbounded_channel();
     let (mut slots, mut workers) = (Vec::new(), Vec::new());
     for (card, description) in cards.into_iter().enumerate() {

@@ -54,6 +54,9 @@ pub(crate) fn random_job(
     if random.random_ratio(1, 3) {
         request.slots = random.random_range(2..4);
     }
+    if random.random_ratio(1, 4) {
+        request.cards = 2; // refused where there is one card
+    }
     let mut expected_picture = |request: &Request| {
         let key = format!("{prompt} {steps} {} {from_image}", request.seed);
         painted

@@ -20,6 +20,7 @@ pub(crate) enum Defect {
     AnswersWithoutUnloading,
     LeavesAJobBehind,
     NeverComesBack,
+    LeavesAPartAlone,
 }
 
 /// The invariants.
@@ -45,6 +46,8 @@ pub(crate) enum Invariant {
     UnloadFreesAllBytes,
     /// Without jobs, the queue holds no state.
     IdleQueueHoldsNoState,
+    /// A part of a stage on two cards has its counterpart, unless that has completed or this one is ending.
+    PartsRunTogether,
     /// After the last fault, every card becomes ready again.
     CardsBecomeReadyAgain,
 }
@@ -54,7 +57,7 @@ impl Defect {
         matches!(self, Defect::AcceptsStaleAnswers | Defect::AcceptsStaleLoads)
     }
 
-    pub(crate) const ALL: [(Defect, Invariant); 14] = [
+    pub(crate) const ALL: [(Defect, Invariant); 15] = [
         (Defect::AcceptsStaleAnswers, Invariant::NoStaleResultCounts),
         (Defect::AcceptsStaleLoads, Invariant::NoStaleResultCounts),
         (Defect::LosesALease, Invariant::NoOrphanLease),
@@ -69,6 +72,7 @@ impl Defect {
         (Defect::AnswersWithoutUnloading, Invariant::UnloadFreesAllBytes),
         (Defect::LeavesAJobBehind, Invariant::IdleQueueHoldsNoState),
         (Defect::NeverComesBack, Invariant::CardsBecomeReadyAgain),
+        (Defect::LeavesAPartAlone, Invariant::PartsRunTogether),
     ];
 }
 

@@ -104,6 +104,11 @@ impl Models {
 
     /// The expected picture of a request.
     pub(crate) fn expected_picture(&self, request: &Request) -> bytes::Bytes {
+        // The result is the same on any number of cards.
+        let request = &Request {
+            cards: 1,
+            ..request.clone()
+        };
         let (mut values, mut painted) = (Values::new(), LastPiece::default());
         for plan in self.reference_model.plan(request).unwrap() {
             let tensors = |_: &str| Ok(Arc::new(ComponentTensors::default()));

@@ -4,7 +4,7 @@
 //! A dead process continues to the end of its current work, on a card that is no longer observed: its messages from
 //! then on are recorded, for schedules in which messages of stale workers arrive late.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::ControlFlow;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -25,6 +25,9 @@ use residency::{Bytes, Component, ComponentId, Millis, Part};
 use crate::defect::Defect;
 use crate::models::families;
 use crate::watched::{Watch, Watched};
+
+/// How often a process that waits for the other card's offer looks for it.
+const OFFER_POLL_MS: u64 = 20;
 
 /// Where a process returned the baton.
 pub(crate) enum Stop {
@@ -62,6 +65,8 @@ pub(crate) struct Shared {
     extra_ms: AtomicU64,
     dead: AtomicBool,
     pub(crate) cancelled: Mutex<BTreeSet<Ticket>>,
+    /// Offers of other cards that no stage has taken yet.
+    pub(crate) offers: Mutex<BTreeMap<Ticket, VecDeque<bytes::Bytes>>>,
     said: Mutex<Vec<Event>>,
     /// The real accounts of the card.
     pub(crate) accounts: Mutex<SimulatedAccounts>,
@@ -83,6 +88,7 @@ impl Process {
             extra_ms: AtomicU64::new(0),
             dead: AtomicBool::new(false),
             cancelled: Mutex::default(),
+            offers: Mutex::default(),
             said: Mutex::default(),
             accounts: Mutex::default(),
         });
@@ -256,7 +262,7 @@ impl Link for Wire<'_> {
                 .random
                 .random_ratio(1, 3)
                 .then(|| self.random.random_range(1..30)),
-            Event::Ready { .. } | Event::Finished { .. } | Event::Answer { .. } => None,
+            Event::Ready { .. } | Event::Offer { .. } | Event::Finished { .. } | Event::Answer { .. } => None,
         };
         self.baton.shared.said.lock().unwrap().push(event);
         if let Some(ms) = takes_ms {
@@ -266,6 +272,19 @@ impl Link for Wire<'_> {
 
     fn cancelled(&self, ticket: Ticket) -> bool {
         self.baton.shared.cancelled.lock().unwrap().contains(&ticket)
+    }
+
+    fn next_offer(&mut self, ticket: Ticket) -> Option<bytes::Bytes> {
+        while !self.cancelled(ticket) {
+            let mut offers = self.baton.shared.offers.lock().unwrap();
+            let offer = offers.get_mut(&ticket).and_then(VecDeque::pop_front);
+            drop(offers);
+            if offer.is_some() {
+                return offer;
+            }
+            self.baton.hand_back(Stop::Busy(OFFER_POLL_MS))?;
+        }
+        None
     }
 }
 

@@ -27,6 +27,19 @@ pub(crate) const START_LIMIT_MS: u64 = 120_000;
 /// A violated invariant.
 pub(crate) type Broken = (Invariant, String);
 
+/// How long a part may be without the other one before it is stopped.
+const LEFT_ALONE_MS: u64 = 50;
+
+/// One of the two orders of a stage on two cards, as its worker has it.
+#[derive(Clone, Debug)]
+pub(crate) struct HeldPart {
+    pub(crate) ticket: Ticket,
+    job: String,
+    part: u32,
+    /// Whether it was cancelled.
+    is_ending: bool,
+}
+
 pub(crate) enum Said {
     Command(Command),
     Recycle,
@@ -104,6 +117,10 @@ pub(crate) struct Slot {
     /// The order that waits in the worker until it has answered that one.
     ahead: Option<Order>,
     tickets: BTreeSet<Ticket>,
+    /// Since when its worker has one part of a stage, and no other the second.
+    alone_since: Option<u64>,
+    /// The last part that was completed here: the other may still be at work.
+    completed_part: Option<HeldPart>,
     /// Pins that the worker knows, by entry.
     pins: Vec<(String, Vec<ComponentId>)>,
     pub(crate) ledger: Option<Arc<Ledger>>,
@@ -139,6 +156,8 @@ impl Slot {
             order: None,
             ahead: None,
             tickets: BTreeSet::new(),
+            alone_since: None,
+            completed_part: None,
             pins: Vec::new(),
             ledger: None,
             past: Vec::new(),
@@ -168,6 +187,16 @@ impl Slot {
                 Said::Command(command) => command,
             };
             match command {
+                // As a supervisor that leaves one part of a stage running when the other has ended.
+                Command::Cancel(ticket)
+                    if self.defect == Defect::LeavesAPartAlone
+                        && self.part().is_some_and(|part| part.ticket == ticket) => {}
+                Command::Offer { ticket, offer } => {
+                    if let Some(process) = &self.process {
+                        let mut offers = process.shared.offers.lock().unwrap();
+                        offers.entry(ticket).or_default().push_back(offer);
+                    }
+                }
                 Command::Cancel(ticket) => {
                     if let Some(process) = &self.process {
                         process.shared.cancelled.lock().unwrap().insert(ticket);
@@ -191,6 +220,9 @@ impl Slot {
         if let Some(used) = order.tickets().find(|ticket| !self.tickets.insert(*ticket)) {
             let what = format!("{used:?} was used before");
             return Err((Invariant::OneOrderAtATime, what));
+        }
+        if order.together.is_some() {
+            self.completed_part = None;
         }
         if self.process.is_none() {
             return Ok(());
@@ -369,6 +401,42 @@ impl Slot {
         }
     }
 
+    /// The part of a stage on two cards that its worker has.
+    pub(crate) fn part(&self) -> Option<HeldPart> {
+        let order = self.order.as_ref()?;
+        let process = self.process.as_ref()?;
+        let together = order.together?;
+        Some(HeldPart {
+            ticket: order.ticket,
+            job: order.job.clone(),
+            part: together.part,
+            is_ending: process.shared.cancelled.lock().unwrap().contains(&order.ticket),
+        })
+    }
+
+    /// The parts that count for the other one: the one that its worker has, and the last that was completed.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = HeldPart> {
+        self.part().into_iter().chain(self.completed_part.clone())
+    }
+
+    /// Checks that the other part of its stage is among these, or that it is ending. The supervisor has a moment to
+    /// learn of an end.
+    pub(crate) fn check_part(&mut self, others: &[HeldPart], now: u64) -> Result<(), Broken> {
+        let alone = self.part().filter(|own| {
+            let mut others = others.iter();
+            !own.is_ending && !others.any(|other| other.job == own.job && other.part != own.part)
+        });
+        let Some(alone) = alone else {
+            self.alone_since = None;
+            return Ok(());
+        };
+        let since = *self.alone_since.get_or_insert(now);
+        if now - since > LEFT_ALONE_MS && !self.defect.accepts_stale_answers() {
+            return Err((Invariant::PartsRunTogether, format!("{alone:?} since {since} ms")));
+        }
+        Ok(())
+    }
+
     /// State of its worker, for the records.
     pub(crate) fn doing(&self) -> &'static str {
         if self.process.is_none() {
@@ -533,6 +601,9 @@ impl Slot {
                     }
                 }
                 Event::Finished { ticket, outcome } => {
+                    if let Outcome::Completed(_) = outcome {
+                        self.completed_part = self.part().or(self.completed_part.take());
+                    }
                     let Some(order) = self.order.take_if(|order| order.ticket == *ticket) else {
                         if self.defect.accepts_stale_answers() {
                             continue;
@@ -542,6 +613,9 @@ impl Slot {
                     };
                     self.order = self.ahead.take();
                     records.note(name_of(outcome));
+                    if order.together.is_some() {
+                        records.note(format!("{}, of a part", name_of(outcome)));
+                    }
                     if !order.sharing.is_empty() && !self.defect.accepts_stale_answers() {
                         let what = format!("{ticket:?} was answered before those that share its passes");
                         return Err((Invariant::OneOrderAtATime, what));
@@ -558,7 +632,7 @@ impl Slot {
                     other[0] ^= 1;
                     piece.data = other.into();
                 }
-                Event::Progress { .. } | Event::Answer { .. } => {}
+                Event::Progress { .. } | Event::Offer { .. } | Event::Answer { .. } => {}
             }
             self.signal(Signal::Event(event));
         }

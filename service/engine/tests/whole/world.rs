@@ -19,7 +19,7 @@ use tokio::time::Instant;
 use crate::clients::{SharedClientResults, listen, random_job};
 use crate::defect::{Defect, Invariant, Violation};
 use crate::models::{Models, NAMES, families};
-use crate::slot::{Broken, Port, Records, START_LIMIT_MS, Slot, State};
+use crate::slot::{Broken, HeldPart, Port, Records, START_LIMIT_MS, Slot, State};
 
 /// Number of events in an episode.
 const ACTIONS: usize = 24;
@@ -71,6 +71,9 @@ impl Stats {
             "stale answers were sent",
             "a worker said wait",
             "an order was completed, of one that shares a pass",
+            "an order was completed, of a part",
+            "a worker let go, of a part",
+            "an order failed, of a part",
         ] {
             assert!(
                 self.happened.get(what).copied().unwrap_or_default() >= 3,
@@ -238,6 +241,10 @@ impl<'a> World<'a> {
                 }
             }
             drop(records);
+            let parts: Vec<HeldPart> = self.slots.iter().flat_map(Slot::parts).collect();
+            for slot in &mut self.slots {
+                slot.check_part(&parts, now)?;
+            }
             if let Some(broken) = self.ears.lock().unwrap().broken.take() {
                 return Err(broken);
             }

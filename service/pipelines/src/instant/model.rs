@@ -420,6 +420,7 @@ impl InstantModel {
         let request = stage.request;
         let (round, colour) = self.begun(stage)?;
         let has_previews = request.preview && stage.plan.shared.is_none();
+        check_part(stage, observer)?;
         for step in round.steps.clone().map(|step| step + 1) {
             self.pass(stage)?;
             sleep(self.time_of_step(), observer)?;
@@ -700,6 +701,24 @@ impl InstantModel {
     }
 }
 
+/// Checks that as many cards run a stage as its request asks for: each tells the other its part.
+fn check_part(stage: &StageRun<'_>, observer: &mut dyn Observer) -> Result<(), StageError> {
+    let alone = || StageError::BadInput("it was planned for two cards and runs on one".to_owned());
+    if stage.request.cards == 1 && stage.part.is_none() {
+        return Ok(());
+    }
+    let part = stage.part.ok_or_else(alone)?;
+    let of = |part: u32| format!("part {part} with seed {}", stage.request.seed);
+    let other = observer.meet(of(part).as_bytes())?;
+    match other == of(1 - part.min(1)).into_bytes() {
+        true => Ok(()),
+        false => Err(StageError::BadInput(format!(
+            "part {part} met {:?}",
+            String::from_utf8_lossy(&other)
+        ))),
+    }
+}
+
 /// Allocates activations on the simulated card that runs the stage; none on a real card.
 fn take_scratch(bytes: Bytes, stage: &str) -> Result<Option<ScratchGuard>, StageError> {
     simulated_scratch(bytes).map_err(|_| StageError::OutOfMemory {
@@ -800,6 +819,7 @@ impl Model for InstantModel {
             Field::Language,
             Field::Strengths,
             Field::DecodeFrom,
+            Field::Cards,
         ])
     }
 

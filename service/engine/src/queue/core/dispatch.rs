@@ -14,6 +14,7 @@ use crate::messages::{ModelLocation, Order, Sharing, StageWork, Work};
 use crate::need::{Need, ids_of};
 use crate::queue::cards::InFlight;
 use crate::queue::decide::{Decision, Pass};
+use crate::queue::placing::Companion;
 use crate::queue::record::{JobRecord, Patience, State};
 use crate::queue::reductions::{Reduction, Reductions};
 use crate::queue::steps::{JobStep, JobStepKind, Model};
@@ -44,6 +45,7 @@ impl Core {
                 job,
                 card,
                 low_memory,
+                companion,
                 overtaken,
             } => {
                 for id in overtaken {
@@ -51,7 +53,7 @@ impl Core {
                         job.overtaken += 1;
                     }
                 }
-                self.start(&job, card, low_memory, now);
+                self.start(&job, (card, low_memory), companion, now);
             }
             Decision::Queue { job } => self.queue_up(&job, now),
             Decision::Wait { job, patience } => self.wait(&job, patience, now),
@@ -102,6 +104,7 @@ impl Core {
                 headroom: Bytes::ZERO,
                 components: need.model.clone(),
                 sharing: Vec::new(),
+                together: None,
                 is_ahead: false,
             };
             let in_flight = InFlight::new(order.ticket, None, &entry.key, need, 1000.0, now);
@@ -114,7 +117,7 @@ impl Core {
         for index in 0..self.cards.len() {
             if let Some((id, pass)) = self.view(now).next_ahead(index) {
                 let starts = self.yielding(id, pass);
-                self.start(&starts, index, false, now);
+                self.start(&starts, (index, false), None, now);
             }
         }
     }
@@ -129,7 +132,8 @@ impl Core {
         pass.unwrap_or(id)
     }
 
-    /// A job that runs keeps its card for its next stage, unless that has to wait.
+    /// A job that runs keeps its card for its next stage, unless that has to wait. One whose next stage takes a second card gets both by
+    /// the fair order, in which it is before all that have not begun; there it holds a free one too.
     fn go_on(&mut self, now: Instant) {
         for index in 0..self.cards.len() {
             // There are several if they have shared a pass: the earliest is the first.
@@ -144,13 +148,14 @@ impl Core {
             let id = job.id.clone();
             let view = self.view(now);
             let starts = view.jobs.get(&id).filter(|_| view.cards[index].is_free());
+            let starts = starts.filter(|job| !view.is_next_on_two_cards(job, index));
             if let Some(low_memory) = starts.and_then(|job| view.starts_on(job, index)) {
                 match view.pass_before(&id, index) {
                     Some(pass) => {
                         let pass = self.yielding(id, Some(pass));
-                        self.start(&pass, index, false, now);
+                        self.start(&pass, (index, false), None, now);
                     }
-                    None => self.start(&id, index, low_memory, now),
+                    None => self.start(&id, (index, low_memory), None, now),
                 }
             }
         }
@@ -230,13 +235,23 @@ impl Core {
         self.replan = true;
     }
 
-    /// Sends a job's next step to a card.
-    fn start(&mut self, id: &JobId, index: usize, low_memory: bool, now: Instant) {
+    /// Sends a job's next step to a card, and its second part to another where two cards run it together.
+    fn start(
+        &mut self,
+        id: &JobId,
+        (index, low_memory): (usize, bool),
+        companion: Option<Companion>,
+        now: Instant,
+    ) {
         self.prepare_swap_step(id, index, now);
         self.take_cached_values(id, index, now);
         let Some(job) = self.jobs.get(id) else { return };
         if job.step().is_some_and(|step| step.is_unload()) {
             return self.advance(id, now);
+        }
+        if job.is_on_two_cards(job.cursor) != companion.is_some() {
+            self.replan = true; // decided again in the next turn, for the step that it is
+            return;
         }
         let view = self.view(now);
         let shared = view.shared_with(job, index).filter(|_| !low_memory);
@@ -248,8 +263,12 @@ impl Core {
             (Some(step), Some(need)) => self.work_of(job, step, &need).map(|work| (step, need, work)),
             _ => Err(Error::Internal("a job was started that has nothing to do".into())),
         };
-        let (step, need, work) = match order {
-            Ok(order) => order,
+        let second = match companion {
+            Some(companion) => self.second_part(job, companion, now).map(Some),
+            None => Ok(None),
+        };
+        let ((step, need, work), second) = match order.and_then(|order| Ok((order, second?))) {
+            Ok(orders) => orders,
             Err(error) => return self.fail(id, error, now),
         };
         let entry = match (step.kind, &job.swap) {
@@ -276,12 +295,16 @@ impl Core {
             headroom,
             components: need.model.clone(),
             sharing: sharing.into_iter().map(|(_, sharing)| sharing).collect(),
+            together: None,
             is_ahead: false,
         };
         let Some(job) = self.jobs.get_mut(id) else { return };
         job.run_on(index, now);
         let in_flight = InFlight::new(ticket, Some(id.clone()), &job.entry.key, need, expected_ms, now);
-        self.cards[index].order(order, in_flight.shared_with(tickets));
+        match second {
+            Some(second) => self.start_both(index, (order, in_flight), second),
+            None => self.cards[index].order(order, in_flight.shared_with(tickets)),
+        }
     }
 
     /// The next stages of these jobs, as they share the passes of an order to a card.
@@ -312,7 +335,7 @@ impl Core {
         shared
     }
 
-    fn location(&self, entry: &Entry, card: usize) -> ModelLocation {
+    pub(super) fn location(&self, entry: &Entry, card: usize) -> ModelLocation {
         self.library
             .location(entry, &self.cards[card].description.compute_dtype)
     }
@@ -376,7 +399,7 @@ impl Core {
         true
     }
 
-    fn work_of(&self, job: &JobRecord, step: JobStep, need: &Need) -> Result<Work, Error> {
+    pub(super) fn work_of(&self, job: &JobRecord, step: JobStep, need: &Need) -> Result<Work, Error> {
         let (Some(plan), Some(run)) = (need.plan.clone(), job.run()) else {
             return Ok(Work::Load(need.components.clone()));
         };

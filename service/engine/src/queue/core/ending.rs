@@ -26,7 +26,9 @@ impl Core {
             return self.fail(id, why, now);
         };
         ending.get_or_insert(why);
-        if let Some(index) = job.last_card {
+        let on_two = job.needs_two_cards();
+        let last = job.last_card;
+        for index in (0..self.cards.len()).filter(|index| on_two || last == Some(*index)) {
             self.cards[index].cancel(id);
             self.end_unneeded_order(index, now);
         }

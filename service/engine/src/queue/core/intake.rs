@@ -103,7 +103,11 @@ impl Core {
         }
         self.check_input_bytes(&submission.spec.work)?;
         let mut job = self.record(submission, now)?;
-        if let Some(error) = self.view(now).refusal_after_deaths(&job) {
+        let view = self.view(now);
+        if let Some(error) = view
+            .refusal_of_cards(&job)
+            .or_else(|| view.refusal_after_deaths(&job))
+        {
             return Err(error);
         }
         self.lease_input(&mut job, now)?;

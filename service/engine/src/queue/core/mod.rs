@@ -11,6 +11,7 @@ mod latents;
 mod recycle;
 mod signals;
 mod swap;
+mod together;
 mod unload;
 
 use std::collections::BTreeMap;

@@ -11,7 +11,7 @@ use super::{Core, Effect, TICK};
 use crate::error::{Error, Shortfall};
 use crate::job::{JobEventKind, JobId, StageReport};
 use crate::messages::{Answer, Completed, Event, Failure, Outcome, Progress, Shortage, Ticket};
-use crate::queue::cards::{InFlight, PendingRequest};
+use crate::queue::cards::{Death, InFlight, PendingRequest};
 use crate::queue::latents::Maker;
 use crate::queue::observer::Happening;
 use crate::queue::record::{Refusal, State};
@@ -72,6 +72,7 @@ impl Core {
             Signal::Event(Event::Progress { ticket, progress }) => {
                 self.progress(index, ticket, progress, now)
             }
+            Signal::Event(Event::Offer { ticket, offer }) => self.offered(index, ticket, offer, now),
             Signal::Event(Event::Finished { ticket, outcome }) => self.finished(index, ticket, outcome, now),
             Signal::Event(Event::Answer { id, answer }) => {
                 let pending = self.cards[index].pending_requests.remove(&id);
@@ -115,6 +116,11 @@ impl Core {
         let worker = (index, card.generation);
         let known = self.learned.pace(worker, running.pace.key(index).as_ref());
         running.allow_silence(&known, &self.settings);
+        // Of a second part its job hears what moves on the card alone: steps and previews are those of the first.
+        let is_move = matches!(progress, Progress::Evicting(_) | Progress::Loading { .. });
+        if running.assists() && (!is_move || running.cancelled.is_some()) {
+            return;
+        }
         let Some(job) = id.and_then(|id| self.jobs.get_mut(&id)) else {
             return;
         };
@@ -183,7 +189,7 @@ impl Core {
         let ended = card.take_ended(ticket, now);
         let is_whole = ended.is_some();
         let running = card.in_flight.as_mut();
-        let Some(running) = ended.or_else(|| running.and_then(|running| running.share_of(ticket))) else {
+        let Some(mut running) = ended.or_else(|| running.and_then(|running| running.share_of(ticket))) else {
             return;
         };
         self.replan = true;
@@ -201,14 +207,23 @@ impl Core {
                 .order_completed(worker, &running.need.components, &completed.load_seconds, taught);
             self.observe_loads(index, &completed.load_seconds);
         }
+        if running.assists() {
+            return self.second_part_ended(index, &running, outcome, now);
+        }
+        let is_charged = !matches!(outcome, Outcome::Wait(_) | Outcome::Never { .. });
+        self.end_second_part(&running, is_charged, now);
         let Some(id) = running.job.clone().filter(|id| self.jobs.contains_key(id)) else {
             if !matches!(outcome, Outcome::Completed(_)) {
                 tracing::warn!(?outcome, "a pinned model could not be loaded again");
             }
             return;
         };
-        let is_charged = !matches!(outcome, Outcome::Wait(_) | Outcome::Never { .. });
         let ending = self.let_go(&id, &running, is_charged, now);
+        if ending.is_none()
+            && let Some(fault) = self.fault_of(&id, index, &mut running, &outcome)
+        {
+            return self.run_parts_again(&id, &running, fault, now);
+        }
         if running.was_shared() && ending.is_none() && is_to_run_alone(&outcome) {
             return self.run_alone(&id, &outcome);
         }
@@ -237,12 +252,19 @@ impl Core {
         };
         match ending.map_or(result, Err) {
             Ok(()) => self.advance(&id, now),
-            Err(Error::OutOfMemory(shortfall)) => {
-                if let Some(job) = self.jobs.get_mut(&id) {
+            Err(error) => self.fail_of(&id, error, now),
+        }
+    }
+
+    /// A job's stage has failed. Where memory was short, it ends once the alternatives are known.
+    pub(super) fn fail_of(&mut self, id: &JobId, error: Error, now: Instant) {
+        match error {
+            Error::OutOfMemory(shortfall) => {
+                if let Some(job) = self.jobs.get_mut(id) {
                     job.enter(State::OutOfMemory(shortfall), now);
                 }
             }
-            Err(error) => self.fail(&id, error, now),
+            error => self.fail(id, error, now),
         }
     }
 
@@ -286,7 +308,7 @@ impl Core {
         }
     }
 
-    fn refused(&mut self, id: &JobId, index: usize, shortage: Shortage, now: Instant) {
+    pub(super) fn refused(&mut self, id: &JobId, index: usize, shortage: Shortage, now: Instant) {
         let snapshot = self.cards[index].snapshots;
         let Some(job) = self.jobs.get_mut(id) else { return };
         if job.displace_replaced() {
@@ -389,7 +411,11 @@ impl Core {
                 job.report.approximations.push(words);
             }
         }
-        let (dtype, card) = (card.compute_dtype.clone(), card.id.clone());
+        let dtype = card.compute_dtype.clone();
+        let card = match running.second_part() {
+            Some((other, _)) => format!("{} and {}", card.id, self.cards[other].description.id),
+            None => card.id.clone(),
+        };
         let report = StageReport {
             name: job.name_of(step),
             run: Duration::from_millis(completed.run_ms),
@@ -504,7 +530,7 @@ impl Core {
         }
     }
 
-    fn failed(&mut self, id: &JobId, index: usize, running: &InFlight, failure: Failure) -> Error {
+    pub(super) fn failed(&mut self, id: &JobId, index: usize, running: &InFlight, failure: Failure) -> Error {
         match failure {
             Failure::OutOfMemory {
                 stage,
@@ -581,8 +607,14 @@ impl Core {
             self.answered(index, pending, answer, now);
         }
         for order in &orders {
+            let death = self.death_of(index, order, is_asked_for, reason);
+            if order.assists() {
+                self.second_part_lost(order, death, now);
+                continue;
+            }
+            self.end_second_part(order, death.has_begun, now);
             for id in order.all_jobs() {
-                self.died_of(index, (id, order), is_asked_for, reason, now);
+                self.died_of((id, order), death.clone(), now);
             }
         }
         for job in self
@@ -597,22 +629,38 @@ impl Core {
 
     /// A worker died while it had an order. That counts against the job if the worker had begun it, unless a client asked to end the
     /// worker. A worker that has died takes no order, and neither does one whose death is not known yet.
-    fn died_of(
-        &mut self,
-        index: usize,
-        (id, running): (&JobId, &InFlight),
-        is_asked_for: bool,
-        reason: &str,
-        now: Instant,
-    ) {
-        let CardDescription { id: card, kind, .. } = self.cards[index].description.clone();
+    fn died_of(&mut self, (id, running): (&JobId, &InFlight), death: Death, now: Instant) {
         if !self.jobs.contains_key(id) {
             return;
         }
-        let has_begun = running.has_begun || running.silent.is_some();
-        if let Some(ending) = self.let_go(id, running, has_begun, now) {
+        if let Some(ending) = self.let_go(id, running, death.has_begun, now) {
             return self.fail(id, ending, now);
         }
+        self.after_death(id, running, death, now);
+    }
+
+    fn death_of(&self, index: usize, running: &InFlight, is_asked_for: bool, reason: &str) -> Death {
+        let CardDescription { id: card, kind, .. } = self.cards[index].description.clone();
+        Death {
+            card,
+            kind,
+            reason: reason.to_owned(),
+            is_asked_for,
+            has_begun: running.has_begun || running.silent.is_some(),
+            silent: running.silent,
+        }
+    }
+
+    /// A job whose order was lost with a worker tries its stage again, unless too many died of it.
+    pub(super) fn after_death(&mut self, id: &JobId, running: &InFlight, death: Death, now: Instant) {
+        let Death {
+            card,
+            kind,
+            reason,
+            is_asked_for,
+            has_begun,
+            silent,
+        } = death;
         let Some(job) = self.jobs.get_mut(id) else { return };
         let attempt = &mut job.attempt;
         attempt.alone |= has_begun && running.was_shared();
@@ -623,14 +671,11 @@ impl Core {
         let deaths = attempt.deaths + attempt.deaths_before;
         let stage = running.need.name.clone();
         // A CPU does not hang: an order that was silent there for the whole limit was slow, and would be slow again.
-        let is_slow = kind == CardKind::Cpu
-            && running
-                .silent
-                .is_some_and(|limit| limit >= self.settings.stall_limit);
+        let is_slow = kind == CardKind::Cpu && silent.is_some_and(|limit| limit >= self.settings.stall_limit);
         if attempt.deaths > 1 || attempt.deaths_before > MOST_DEATHS_BEFORE || is_slow {
             self.learned.died(&job.entry.key, &running.need.shape(), id, now);
             let stage = stage.to_string();
-            let error = match running.silent {
+            let error = match silent {
                 Some(limit) => Error::WorkerSilent { card, stage, limit },
                 None => Error::WorkerDied { card, stage, deaths },
             };

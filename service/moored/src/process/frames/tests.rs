@@ -5,7 +5,7 @@ use std::sync::Arc;
 use bytes::Bytes as Blob;
 use engine::messages::{
     Answer, Command, Completed, Event, Failure, KeptBecause, ModelLocation, Order, Outcome, Progress,
-    Shortage, StageMemory, StageWork, Standing, Ticket, Work,
+    Shortage, StageMemory, StageWork, Standing, Ticket, Together, Work,
 };
 use gpu::{CardDescription, CardKind, MemoryProfile, ProfileName, Unloaded};
 use pipelines::{
@@ -175,6 +175,7 @@ pub(in crate::process) fn order(work: Work) -> Command {
         headroom: Bytes::gib(2),
         components: Vec::new(),
         sharing: Vec::new(),
+        together: Some(Together { part: 1, of: 2 }),
         is_ahead: false,
     }))
 }
@@ -188,6 +189,10 @@ fn commands() -> Vec<Command> {
         Command::Taken {
             ticket: Ticket(7),
             bytes: Bytes::gib(3),
+        },
+        Command::Offer {
+            ticket: Ticket(8),
+            offer: vec![0, 255].into(),
         },
         Command::Standing(Standing {
             pins: vec![("flux".to_owned(), ids())],
@@ -408,6 +413,10 @@ fn from_worker() -> Vec<FromWorker> {
             ledger: Arc::new(ledger()),
         },
         Event::Snapshot(Arc::new(ledger())),
+        Event::Offer {
+            ticket,
+            offer: vec![1, 0].into(),
+        },
     ];
     events.extend(
         progress()
