@@ -297,14 +297,13 @@ impl HunyuanModel {
         };
         StagePlan {
             shape: format!(
-                "{}x{} {} frames {texts}{}{}{}{}",
+                "{}x{} {} frames {texts}{}{}{}",
                 video.width,
                 video.height,
                 tokens.sampled,
                 self.parts.components.as_multiplied(TRANSFORMER),
                 if request.has_curves() { " curve" } else { "" },
                 if request.step_cache > 0.0 { " cache" } else { "" },
-                if tokens.others > 0 { " shared" } else { "" },
             ),
             steps: request.steps,
             takes,

@@ -286,14 +286,13 @@ impl WanModel {
         let has_colours = is_learned || request.preview && self.vae.colours().is_some();
         StagePlan {
             shape: format!(
-                "{}x{} {} frames t{} p{passes}{}{}{}",
+                "{}x{} {} frames t{} p{passes}{}{}",
                 video.width,
                 video.height,
                 video.frames,
                 request.max_sequence_length,
                 self.parts.components.as_multiplied(part.component),
                 if request.has_curves() { " curve" } else { "" },
-                if request.cards > 1 { " shared" } else { "" },
             ),
             steps: part.steps.len() as u32,
             takes,
