@@ -189,4 +189,158 @@ mod tests {
         let [first, _] = with_both(|_, exchange| exchange.wait_for_work(&|| true));
         assert!(first.is_err());
     }
+
+    /// Exchanges between two processes, each with a card: the second card of the machine, or both the first one.
+    #[cfg(feature = "cuda")]
+    mod on_cards {
+        use std::io::{BufRead as _, BufReader, Write};
+        use std::process::{Command, Stdio};
+        use std::time::Instant;
+
+        use super::*;
+        use crate::testing::test_device;
+
+        /// Bytes before each offer in the output of a process, in which there is more.
+        const OFFER: &str = "offer ";
+        const ROWS: usize = 300;
+        const TURNS: usize = 6;
+
+        fn hex(bytes: &[u8]) -> String {
+            bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+        }
+
+        fn of_hex(line: &str) -> Option<Vec<u8>> {
+            let digits = line.trim().split_once(OFFER)?.1;
+            let byte = |at: usize| u8::from_str_radix(digits.get(at..at + 2)?, 16).ok();
+            (0..digits.len()).step_by(2).map(byte).collect()
+        }
+
+        /// Sends an offer in a line, and reads the other's.
+        fn meet(to: &mut impl Write, from: &mut impl BufRead, offer: &[u8]) -> Result<Vec<u8>> {
+            writeln!(to, "\n{OFFER}{}", hex(offer))?;
+            to.flush()?;
+            let mut line = String::new();
+            while from.read_line(&mut line)? > 0 {
+                if let Some(offer) = of_hex(&line) {
+                    return Ok(offer);
+                }
+                line.clear();
+            }
+            candle_core::bail!("the other process has ended")
+        }
+
+        /// What a process sends in a turn, and what it expects: numbers that tell process, turn and row.
+        fn rows_of(part: usize, turn: usize, rows: usize) -> Result<Tensor> {
+            let first = (part * 1000 + turn * 10) as f32;
+            let columns = Tensor::arange(0.0, 96.0_f32, &Device::Cpu)?.broadcast_as((1, rows, 96))?;
+            let at = Tensor::arange(0, rows as u32, &Device::Cpu)?.to_dtype(DType::F32)?;
+            let all = columns.broadcast_add(&at.reshape((1, rows, 1))?)?;
+            (all + f64::from(first))?.to_dtype(DType::BF16)
+        }
+
+        /// Exchanges some turns of rows in the middle columns of wider rows, and checks what has arrived.
+        fn exchange_turns(part: usize, exchange: &Exchange, device: &Device) -> Result<()> {
+            // One row more on one side.
+            let (own, others) = (ROWS + part, ROWS + 1 - part);
+            let all = Tensor::zeros((1, own + others, 128), DType::BF16, device)?;
+            let middle = |first: usize, rows: usize| all.narrow(1, first, rows)?.narrow(2, 16, 96);
+            for turn in 0..TURNS {
+                crate::copy_rows(&rows_of(part, turn, own)?.to_device(device)?, &middle(0, own)?)?;
+                exchange.swap(&middle(0, own)?, &middle(own, others)?)?;
+                if turn % 2 == 0 {
+                    exchange.wait_for_work(&|| false)?;
+                }
+                let found = middle(own, others)?
+                    .to_device(&Device::Cpu)?
+                    .to_dtype(DType::F32)?;
+                let expected = rows_of(1 - part, turn, others)?.to_dtype(DType::F32)?;
+                let differs = found
+                    .ne(&expected)?
+                    .to_dtype(DType::F32)?
+                    .sum_all()?
+                    .to_scalar::<f32>()?;
+                if differs > 0.0 {
+                    candle_core::bail!("{differs} numbers of turn {turn} are others");
+                }
+            }
+            Ok(())
+        }
+
+        fn exchange_much(exchange: &Exchange, device: &Device) -> Result<f64> {
+            let rows = Tensor::zeros((1, 8192, 6144), DType::BF16, device)?;
+            let (own, theirs) = (rows.narrow(1, 0, 4096)?, rows.narrow(1, 4096, 4096)?);
+            exchange.swap(&own, &theirs)?;
+            exchange.wait_for_work(&|| false)?;
+            let began = Instant::now();
+            for _ in 0..20 {
+                exchange.swap(&own, &theirs)?;
+            }
+            exchange.wait_for_work(&|| false)?;
+            Ok(20.0 * (own.elem_count() * 2) as f64 / began.elapsed().as_secs_f64() / 1e9)
+        }
+
+        const BYTES: u64 = 64 << 20;
+
+        #[test]
+        #[allow(clippy::print_stdout)] // The speed is for readers of the output.
+        fn processes_exchange_rows_and_end_each_for_itself() -> Result<()> {
+            if test_device().is_cpu() {
+                return Ok(());
+            }
+            let other = [
+                "exchange::tests::on_cards::other_process",
+                "--exact",
+                "--ignored",
+                "--nocapture",
+            ];
+            let mut child = Command::new(std::env::current_exe()?)
+                .args(other)
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()?;
+            let (Some(mut to), Some(from)) = (child.stdin.take(), child.stdout.take()) else {
+                candle_core::bail!("no pipes");
+            };
+            let mut from = BufReader::new(from);
+            let device = test_device();
+            let mut meet = |offer: &[u8]| meet(&mut to, &mut from, offer);
+            let exchange = Exchange::open(device, BYTES, &mut meet)?;
+            exchange_turns(0, &exchange, device)?;
+            println!("{:.0} GB/s each way", exchange_much(&exchange, device)?);
+            exchange.close(&mut meet)?;
+            drop(exchange);
+            // The second exchange is left by the other process without a word.
+            let exchange = Exchange::open(device, BYTES, &mut meet)?;
+            child.wait()?;
+            let rows = Tensor::zeros((2, 4, 96), DType::BF16, device)?;
+            exchange.swap(&rows.narrow(0, 0, 1)?, &rows.narrow(0, 1, 1)?)?;
+            let began = Instant::now();
+            let ended = exchange.wait_for_work(&|| began.elapsed().as_millis() > 200);
+            assert!(ended.is_err(), "it waits for nobody");
+            drop(exchange);
+            let sum = (Tensor::ones(8, DType::F32, device)? * 2.0)?
+                .sum_all()?
+                .to_scalar::<f32>()?;
+            assert_eq!(sum, 16.0, "the card computes on");
+            Ok(())
+        }
+
+        #[test]
+        #[ignore = "the other process of a test"]
+        #[allow(clippy::print_stdout)] // It is how the processes meet.
+        fn other_process() -> Result<()> {
+            let device = match Device::new_cuda_with_stream(1) {
+                Ok(second) => second,
+                Err(_) => Device::new_cuda_with_stream(0)?,
+            };
+            let (mut to, mut from) = (std::io::stdout(), std::io::stdin().lock());
+            let mut meet = |offer: &[u8]| meet(&mut to, &mut from, offer);
+            let exchange = Exchange::open(&device, BYTES, &mut meet)?;
+            exchange_turns(1, &exchange, &device)?;
+            exchange_much(&exchange, &device)?;
+            exchange.close(&mut meet)?;
+            drop(exchange);
+            Exchange::open(&device, BYTES, &mut meet).map(drop)
+        }
+    }
 }

@@ -173,7 +173,11 @@ impl CardEnd {
 
 impl Drop for CardEnd {
     fn drop(&mut self) {
-        // Work that still waits for the other card would not let its memory be freed.
+        // Work that still waits for the other card ends, and all of it before the memory that it writes to is closed.
         self.stop();
+        let stream = self.device.as_cuda_device().map(|device| device.cuda_stream());
+        if let Err(error) = stream.and_then(|stream| stream.synchronize().w()) {
+            tracing::warn!(%error, "the work of an exchange cannot be waited for");
+        }
     }
 }
