@@ -687,6 +687,59 @@ async fn two_cards_of_one_kind_are_taken() {
     at_rest(&queue).await;
 }
 
+/// The processors are free and there are two of them, but they exchange nothing by themselves.
+#[tokio::test(start_paused = true)]
+async fn processors_are_not_taken() {
+    let cpu = |card| of_kind(card, CardKind::Cpu, (8, 9));
+    let cuda = |card| of_kind(card, CardKind::Cuda, (8, 9));
+    let (queue, [mut one, mut other, third, fourth]) = cards([cpu(0), cpu(1), cuda(2), cuda(3)]).await;
+    let mut job = queue.submit(on_two("me", "a cat")).await.unwrap();
+    let mut workers = [third, fourth];
+    workers[0].work(1).await;
+    let orders = both(&mut workers).await;
+    finish(&mut workers, &orders).await;
+    end(&mut job).await.unwrap();
+    assert!(one.receives_no_command().await && other.receives_no_command().await);
+    at_rest(&queue).await;
+}
+
+/// A job whose model is on the card goes before one whose model is not: but not before one that holds the card.
+#[tokio::test(start_paused = true)]
+async fn a_job_that_holds_a_card_is_not_overtaken_by_one_whose_model_is_there() {
+    let (queue, mut workers) = two_cards().await;
+    let mut all = vec![queue.submit(picture("b", "me", "a cat")).await.unwrap()];
+    for _ in 0..3 {
+        workers[0].work(1).await;
+    }
+    settle().await;
+    let on_card = |mut spec: JobSpec, card: &str| {
+        spec.options.card_hint = card.into();
+        spec
+    };
+    all.push(queue.submit(on_card(small("other"), "sim:1")).await.unwrap());
+    let busy = workers[1].order().await;
+    all.push(
+        queue
+            .submit(on_card(on_two("me", "a cat"), "sim:0"))
+            .await
+            .unwrap(),
+    );
+    all.push(queue.submit(picture("b", "me", "a cat")).await.unwrap());
+    assert!(workers[0].receives_no_command().await);
+    workers[1].complete(&busy);
+    let orders = both(&mut workers).await;
+    assert_eq!(
+        orders[0].job, *all[2].id,
+        "its text is known, and it has not begun"
+    );
+    finish(&mut workers, &orders).await;
+    while workers[0].try_work().await | workers[1].try_work().await {}
+    for job in &mut all {
+        end(job).await.unwrap();
+    }
+    at_rest(&queue).await;
+}
+
 /// Which of two clients goes next, when one had a second of two cards and the other one and a half of one.
 #[tokio::test(start_paused = true)]
 async fn the_time_of_both_cards_is_charged() {
