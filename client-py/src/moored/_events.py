@@ -126,7 +126,8 @@ class Loading(BaseEvent):
 class Retrying(BaseEvent):
     """Something failed that is tried again.
 
-    `reason`: `WORKER_DIED`, `WORKER_RECYCLED`, `MODEL_CHANGED`, `OUT_OF_MEMORY` or `RESTORING`.
+    `reason`: `WORKER_DIED`, `WORKER_RECYCLED`, `MODEL_CHANGED`, `OUT_OF_MEMORY`, `RESTORING` or
+    `PART_FAILED`.
     """
 
     reason: str

@@ -306,7 +306,8 @@ class Retrying(google.protobuf.message.Message):
     reason: builtins.str
     """Stable: `WORKER_DIED`; `WORKER_RECYCLED`: the worker was replaced on request; `OUT_OF_MEMORY`; `MODEL_CHANGED`: the model's
     files were replaced before any part of the result was made, and the job begins again with the new files; `RESTORING`: a load
-    with `replace` failed, and the old model is loaded again before the job ends.
+    with `replace` failed, and the old model is loaded again before the job ends; `PART_FAILED`: one of the two cards that sample a film
+    together failed.
     """
     message: builtins.str
     """For people."""
