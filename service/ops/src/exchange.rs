@@ -193,7 +193,7 @@ mod tests {
     /// Exchanges between two processes, each with a card: the second card of the machine, or both the first one.
     #[cfg(feature = "cuda")]
     mod on_cards {
-        use std::io::{BufRead as _, BufReader, Write};
+        use std::io::{BufRead, BufReader, Write};
         use std::process::{Command, Stdio};
         use std::time::Instant;
 
