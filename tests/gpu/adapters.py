@@ -7,6 +7,8 @@ import json
 import statistics
 import struct
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,10 @@ ATTACHED_BYTES = 300 << 20
 ATTACH_MS = 50.0
 FORMATS = (FULL, "fp8", "int8", "nf4")
 ATTACHES = 3
-LIMITS_S = {"adapters": 200.0}
+SEVERAL = 4
+STEPS_OF_SEVERAL = 12
+SHARE_OF_SEVERAL = 1.10
+LIMITS_S = {"adapters": 200.0, "several-adapters": 120.0}
 
 
 def layers(sizes: checkpoints.Sizes) -> list[tuple[str, int, int]]:
@@ -156,4 +161,39 @@ def _attach(bench: Bench, running: Running, side: int) -> None:
     bench.record.add("adapters.again", told, 1e3 * statistics.median(again), "ms")
 
 
-PARTS = {"adapters": adapters}
+def several_adapters(bench: Bench) -> None:
+    """Four requests at once, each with another adapter, beside one request of four pictures without.
+
+    A pass over one picture of this size fills the card: the steps of four requests follow each other, and
+    another adapter costs a step nothing but its own products.
+    """
+    sizes = checkpoints.SMALL if bench.small else checkpoints.FULL
+    side, rank = bench.scale.picture, 16
+    folder = bench.models / "several"
+    names = [f"several-{number}" for number in range(SEVERAL)]
+    for number, name in enumerate(names):
+        write_adapter(folder / f"{name}.safetensors", sizes, rank, number)
+    with bench.serve(settings=(f'models.adapters=["{folder}"]',)) as running:
+        base = in_format(FULL)
+        asked = _options(FULL, side, side) | {"steps": STEPS_OF_SEVERAL}
+
+        def seconds(models: list[moored.ModelRef], count: int) -> float:
+            began = time.perf_counter()
+            with ThreadPoolExecutor(len(models)) as pool:
+                make = partial(running.client.generate_image, "an adapter", count=count)
+                list(pool.map(lambda model: make(**(asked | {"model": model})), models))
+            return time.perf_counter() - began
+
+        adapted = [_with(base, moored.Adapter(name)) for name in names]
+        for models, count in (([base], SEVERAL), (adapted, 1)):
+            seconds(models, count)  # what is not on the card yet is loaded, and plans are made
+        without = statistics.median(seconds([base], SEVERAL) for _ in range(3))
+        with_each = statistics.median(seconds(adapted, 1) for _ in range(3))
+        key = "adapters.several"
+        told = f"{SEVERAL} pictures of one request, {STEPS_OF_SEVERAL} steps"
+        bench.record.add(key, told, without, "s")
+        told = f"{SEVERAL} requests at once with {SEVERAL} adapters of rank {rank}"
+        bench.record.add(f"{key}.each", told, with_each, "s", share=SHARE_OF_SEVERAL, share_of=key)
+
+
+PARTS = {"adapters": adapters, "several-adapters": several_adapters}
