@@ -22,11 +22,11 @@ impl Rotations {
         })
     }
 
-    /// The rotations of several ranges of tokens, one after the other.
-    pub(crate) fn of_ranges(&self, ranges: &[Range<usize>]) -> Result<Rotations> {
+    /// The rotations of several ranges of tokens, one after the other, on this device. These are in host memory.
+    pub(crate) fn of_ranges(&self, ranges: &[Range<usize>], device: &Device) -> Result<Rotations> {
         let gathered = |all: &Tensor| {
             let parts = ranges.iter().map(|range| all.narrow(0, range.start, range.len()));
-            Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
+            Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)?.to_device(device)
         };
         Ok(Rotations {
             cos: gathered(&self.cos)?,

@@ -252,15 +252,17 @@ impl Stage<'_, HunyuanModel> {
             let states = self.host_value(text)?;
             let all = self.model.tokens(states.dim(1)?, &video);
             let before = all.text + all.vision;
+            // Of half of the tokens they are put together in host memory.
+            let on = if half.is_some() { &Device::Cpu } else { device };
             let rotations = match &context {
-                None => positions::film(before, frames, sides, axes, device)?,
-                Some((_, context)) => positions::section(before, context, sides, axes, device)?,
+                None => positions::film(before, frames, sides, axes, on)?,
+                Some((_, context)) => positions::section(before, context, sides, axes, on)?,
             };
             Ok(EncodedText {
                 tokens: half.map_or(all, |half| all.half(half)),
                 rotations: match half {
                     None => rotations,
-                    Some(half) => rotations.of_ranges(&all.ranges(half))?,
+                    Some(half) => rotations.of_ranges(&all.ranges(half), device)?,
                 },
                 mean: on_card(&states.mean(1)?)?,
                 states: on_card(&states)?,
