@@ -6,6 +6,9 @@ use candle_core::{Device, Result, Tensor};
 
 mod host;
 
+/// Sends the other device's process some bytes, and waits for those that it sends.
+pub type Meet<'a, E> = dyn FnMut(&[u8]) -> std::result::Result<Vec<u8>, E> + 'a;
+
 /// An exchange of rows between two devices, each with a process of its own: whatever one sends, the other receives, and the other way
 /// round. Exchanges follow each other in the same order on both. On a card they are enqueued, and nothing waits for them but the card.
 #[derive(Debug)]
@@ -29,15 +32,14 @@ enum End {
 const DONE: &[u8] = b"done";
 
 impl Exchange {
-    /// The exchange of this device with another, of up to `bytes` bytes at a time. `meet` sends the other device's process some bytes,
-    /// and waits for those that it sends.
+    /// The exchange of this device with another, of up to `bytes` bytes at a time.
     ///
     /// # Errors
     /// Errors of `meet` and of the device: cards that do not reach each other's memory among them.
     pub fn open<E: From<candle_core::Error>>(
         device: &Device,
         bytes: u64,
-        meet: &mut dyn FnMut(&[u8]) -> std::result::Result<Vec<u8>, E>,
+        meet: &mut Meet<'_, E>,
     ) -> std::result::Result<Exchange, E> {
         let end = match device {
             #[cfg(feature = "cuda")]
@@ -107,10 +109,7 @@ impl Exchange {
     ///
     /// # Errors
     /// Errors of `meet`.
-    pub fn close<E: From<candle_core::Error>>(
-        &self,
-        meet: &mut dyn FnMut(&[u8]) -> std::result::Result<Vec<u8>, E>,
-    ) -> std::result::Result<(), E> {
+    pub fn close<E: From<candle_core::Error>>(&self, meet: &mut Meet<'_, E>) -> std::result::Result<(), E> {
         meet(DONE).map(drop)
     }
 }

@@ -59,7 +59,7 @@ pub use convolve::{Filter, Onto, Steps, convolve, convolve_scratch};
 pub use copy_rows::{copy_rows, embed, in_dtype};
 pub use dequantize::dequantize;
 pub use euler::{Finite, euler};
-pub use exchange::Exchange;
+pub use exchange::{Exchange, Meet};
 pub use finite::all_finite;
 pub use glu::glu;
 pub use group_moments::{Affine, GroupNorm, Residual, group_moments};
