@@ -149,7 +149,7 @@ pub trait Model: Send + Sync {
     }
 
     /// The stages of a request for the model's medium, in order; [`Model::plan`] refuses the optional fields that it does not
-    /// read. The values that a [`Role::Decode`](crate::Role::Decode) stage takes are the latents that a client may keep, upload
+    /// read. The values that a [`Role::Decode`] stage takes are the latents that a client may keep, upload
     /// again, and decode later. Only formats and sizes of media count: their data may be left out
     /// ([`Request::without_media_data`]), except for the memos of the stages that encode them.
     ///
