@@ -70,28 +70,10 @@ def at_once(service: Service, seconds: float = SECONDS, what: str = "another ver
 
 
 def window(service: Service) -> None:
-    """Four tracks of a minute in one pass: what a step of all four takes."""
-    of_steps: list[float] = []
-
-    def make(seed: int) -> None:
-        for number in range(5):
-            asked: dict[str, Any] = {"seconds": MINUTE, "steps": 8, "slots": 4, "output": "raw"}
-            done = service.client.generate_audio(
-                PROMPT, model=MODEL, lyrics=LYRICS, seed=10 * seed + number, **asked
-            )
-            rounds = [one for one in done.stages if one.name.startswith("denoise")]
-            if 0 < number < 4:  # while the others are under way
-                of_steps.append(sum(one.run_ms for one in rounds) / 8)
-
-    threads = [threading.Thread(target=make, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    more = {"least_ms": round(min(of_steps), 1), "most_ms": round(max(of_steps), 1)}
-    what = "step of four tracks of 60 s in one pass"
-    tell(what, sorted(of_steps)[len(of_steps) // 2], "ms", who="moored", **more)
-    at_once(service, MINUTE, "another version of 60 s")
+    """Four tracks of a minute in one pass: what a step of all four takes, and when a change is heard."""
+    what = f"step of four tracks of {MINUTE:.0f} s in one pass"
+    tell(what, pass_ms(service, MINUTE, ()), "ms", who="moored")
+    at_once(service, MINUTE, f"another version of {MINUTE:.0f} s")
 
 
 def segments(service: Service, slots: int) -> None:
