@@ -210,9 +210,7 @@ impl Flops {
     pub fn on_card(self, has_fp8_products: bool) -> u64 {
         self.all - if has_fp8_products { self.fp8 / 2 } else { 0 }
     }
-}
 
-impl Flops {
     /// What each of so many cards computes of them.
     #[must_use]
     pub fn shared_by(self, cards: u64) -> Flops {

@@ -11,18 +11,6 @@ use crate::place::with_rows;
 /// # Errors
 /// When shapes or dtypes do not match; errors of the device.
 pub fn relative_change(x: &Tensor, base: &Tensor, kept: &Tensor) -> Result<f64> {
-    let [change, whole] = sums_of_change(x, base, kept)?;
-    Ok(match whole > 0.0 {
-        true => change / whole,
-        false => f64::INFINITY,
-    })
-}
-
-/// The sums of which [`relative_change`] is the quotient: `|x - base - kept|` and `|kept|`, over all elements.
-///
-/// # Errors
-/// As there.
-pub fn sums_of_change(x: &Tensor, base: &Tensor, kept: &Tensor) -> Result<[f64; 2]> {
     let is_alike = |other: &Tensor| other.dims() == x.dims() && other.dtype() == x.dtype();
     if !is_alike(base) || !is_alike(kept) {
         candle_core::bail!(
@@ -32,6 +20,14 @@ pub fn sums_of_change(x: &Tensor, base: &Tensor, kept: &Tensor) -> Result<[f64; 
             kept.dims()
         );
     }
+    let [change, whole] = sums(x, base, kept)?;
+    Ok(match whole > 0.0 {
+        true => change / whole,
+        false => f64::INFINITY,
+    })
+}
+
+fn sums(x: &Tensor, base: &Tensor, kept: &Tensor) -> Result<[f64; 2]> {
     if x.elem_count() == 0 {
         return Ok([0.0; 2]);
     }

@@ -54,7 +54,7 @@ pub use apply_norm::{ChannelNorm, Enlarge, MapReading, Pad, add_rows, add_scaled
 pub use attention::{Mask, attention, attention_in_fp8};
 pub use attention_workspace::attention_workspace;
 pub use blocks::{add_repeated, average_blocks, patched, unpatched};
-pub use change::{relative_change, sums_of_change};
+pub use change::relative_change;
 pub use convolve::{Filter, Onto, Steps, convolve, convolve_scratch};
 pub use copy_rows::{copy_rows, embed, in_dtype};
 pub use dequantize::dequantize;

@@ -13,7 +13,7 @@ use ops::Exchange;
 use crate::{Observer, StageError, StageRun};
 
 /// How many cards share the tokens of a stage.
-pub(crate) const CARDS: usize = 2;
+pub(crate) const CARDS: usize = model::MAX_CARDS as usize;
 
 /// How tokens are divided between this card and the other one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,21 +66,24 @@ pub(crate) struct OtherCard {
 }
 
 impl OtherCard {
-    /// Finds the other card of a stage. At most so many bytes are exchanged at a time.
+    /// Finds the other card of a stage; `None` if one card runs it. At most so many bytes are exchanged at a time.
     ///
     /// # Errors
     /// Errors of [`Observer::meet`]; when cards do not reach each other's memory.
     pub(crate) fn meet(
-        half: Half,
+        half: Option<Half>,
         bytes: u64,
         device: &Device,
         observer: &mut dyn Observer,
-    ) -> Result<OtherCard, StageError> {
+    ) -> Result<Option<OtherCard>, StageError> {
+        let Some(half) = half else {
+            return Ok(None);
+        };
         let exchange = Exchange::open(device, bytes, &mut |offer| observer.meet(offer))?;
-        Ok(OtherCard {
+        Ok(Some(OtherCard {
             exchange: Rc::new(exchange),
             half,
-        })
+        }))
     }
 
     /// Sends rows, and receives those of the other card: see [`Exchange::swap`].
@@ -122,11 +125,12 @@ impl OtherCard {
         Ok(waited?)
     }
 
-    /// Waits until neither card needs the other's memory any more, at the end of a stage.
+    /// Waits until both cards have done their work, and neither needs the other's memory any more, at the end of a stage.
     ///
     /// # Errors
-    /// Errors of [`Observer::meet`].
+    /// As [`OtherCard::wait_for_work`]; errors of [`Observer::meet`].
     pub(crate) fn close(&self, observer: &mut dyn Observer) -> Result<(), StageError> {
+        self.wait_for_work(observer)?;
         self.exchange.close(&mut |offer| observer.meet(offer))
     }
 }

@@ -54,13 +54,10 @@ impl<M> Stage<'_, M> {
         step: usize,
         latent: &mut SampledLatent,
         velocity: &Prediction<'_>,
-        (transformer, adapters): (&str, &AttachedAdapters),
+        by: (&str, &AttachedAdapters),
     ) -> Result<Option<Tensor>, StageError> {
-        let steps = latent.steps();
-        let advanced = latent.advance(step, velocity, transformer);
-        advanced.map_err(|error| adapters.named_as_cause(error))?;
-        self.observer.step(step as u32 + 1, steps as u32);
-        let is_shown = self.run.request.preview && step + 1 < steps && self.observer.wants_preview();
+        let may_show = self.make_step(step, latent, velocity, by)?;
+        let is_shown = may_show && self.observer.wants_preview();
         Ok(is_shown.then(|| latent.end_of(step, velocity)).transpose()?)
     }
 }
@@ -76,15 +73,11 @@ impl<M> Stage<'_, M> {
         (step, tokens): (usize, usize),
         latent: &mut SampledLatent,
         velocity: &Prediction<'_>,
-        (transformer, adapters): (&str, &AttachedAdapters),
+        by: (&str, &AttachedAdapters),
     ) -> Result<Option<Tensor>, StageError> {
         // A card whose other one has died would wait for it here, and could not be cancelled.
         other.wait_for_work(&*self.observer)?;
-        let steps = latent.steps();
-        let advanced = latent.advance(step, velocity, transformer);
-        advanced.map_err(|error| adapters.named_as_cause(error))?;
-        self.observer.step(step as u32 + 1, steps as u32);
-        if !self.run.request.preview || step + 1 == steps {
+        if !self.make_step(step, latent, velocity, by)? {
             return Ok(None);
         }
         // Each card knows for itself whether it shows the step, so both gather it.
@@ -94,6 +87,21 @@ impl<M> Stage<'_, M> {
         }
         other.wait_for_work(&*self.observer)?;
         Ok(Some(whole.to_device(&Device::Cpu)?))
+    }
+
+    /// Makes a step and reports it. Returns whether its state may be shown.
+    fn make_step(
+        &mut self,
+        step: usize,
+        latent: &mut SampledLatent,
+        velocity: &Prediction<'_>,
+        (transformer, adapters): (&str, &AttachedAdapters),
+    ) -> Result<bool, StageError> {
+        let steps = latent.steps();
+        let advanced = latent.advance(step, velocity, transformer);
+        advanced.map_err(|error| adapters.named_as_cause(error))?;
+        self.observer.step(step as u32 + 1, steps as u32);
+        Ok(self.run.request.preview && step + 1 < steps)
     }
 
     /// Reports the passes that a sampling under these conditions left out, if the request asks for that.

@@ -66,7 +66,7 @@ pub(crate) struct VideoRequest {
     /// Attention in fp8, on cards that have it: faster, and not quite the same result; models that take none refuse it.
     #[serde(deserialize_with = "lenient")]
     fp8_attention: Option<bool>,
-    /// On how many cards of the service the film is sampled together, 1 or 2: two take about half of the time; models that take one refuse 2.
+    /// On how many cards of the service the film is sampled together, 1 or 2: each computes a part of it; models that take one refuse 2.
     #[serde(deserialize_with = "lenient")]
     cards: Option<u32>,
     #[serde(deserialize_with = "lenient")]

@@ -650,10 +650,10 @@ class GenerateVideoRequest(google.protobuf.message.Message):
     `Done.approximations` says whether it was used. A model that does not read it refuses it.
     """
     cards: builtins.int
-    """On how many cards of the service the film is sampled together, 1 to 2. Two cards take about half of the time. Only some models of
+    """On how many cards of the service the film is sampled together, 1 to 2. Each computes a part of it. Only some models of
     films do this, and the service needs two cards of one kind. Absent: 1.
 
-    Each card computes a part of the tokens. The result is the same within rounding. A model that does not read it refuses 2.
+    The result is the same within rounding. A model that does not read it refuses 2.
     """
     @property
     def model(self) -> model_pb2.ModelRef: ...

@@ -127,9 +127,9 @@ class VideoFields(TypedDict, total=False):
     ]
     cards: Annotated[
         int | None,
-        'On how many cards of the service the film is sampled together, 1 to 2. Two cards '
-        'take about half of the time. Only some models of films do this, and the service '
-        'needs two cards of one kind. Default: 1.',
+        'On how many cards of the service the film is sampled together, 1 to 2. Each computes'
+        ' a part of it. Only some models of films do this, and the service needs two cards of'
+        ' one kind. Default: 1.',
         (1, 2),
     ]
 

@@ -139,7 +139,7 @@ pub(crate) struct SamplingArguments {
     /// Picture, film: attention in fp8, on cards that have it: faster, and not quite the same result
     #[arg(long, help_heading = "Sampling")]
     pub(crate) fp8_attention: bool,
-    /// Film: on how many cards of the service it is sampled together, 1 or 2: two take about half of the time [default: 1]
+    /// Film: on how many cards of the service it is sampled together, 1 or 2: each computes a part of it [default: 1]
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Sampling")]
     pub(crate) cards: Option<u32>,
     /// Seed; item i uses seed + i [default: random]

@@ -251,8 +251,7 @@ impl JobRecord {
 
     /// Whether two cards run any of its steps together.
     pub(super) fn needs_two_cards(&self) -> bool {
-        let is_asked_for = self.run().is_some_and(|run| run.request.cards > 1);
-        is_asked_for && self.steps.iter().any(|step| self.is_of(*step, Role::Sample))
+        (0..self.steps.len()).any(|index| self.is_on_two_cards(index))
     }
 
     /// Whether it is sampled in rounds, which may share passes: it gives up its card between them.

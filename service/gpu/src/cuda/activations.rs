@@ -28,8 +28,10 @@ struct OfStream {
     stream: sys::CUstream,
     addresses: Range<sys::CUdeviceptr>,
     arena: Mutex<Arena<Chunks>>,
-    /// Bytes that stages have on the card outside of the arena, and their maximum.
-    outside: [AtomicU64; 2],
+    /// Bytes that stages have on the card outside of the arena.
+    outside: AtomicU64,
+    /// Their maximum since it was last forgotten.
+    outside_peak: AtomicU64,
 }
 
 // SAFETY: the stream is a handle that the driver synchronizes; it is kept alive by the arena's chunks.
@@ -49,11 +51,9 @@ impl OfStream {
     fn arena(&self) -> MutexGuard<'_, Arena<Chunks>> {
         self.arena.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
 
-impl OfStream {
     fn outside(&self) -> Bytes {
-        Bytes(self.outside[0].load(Ordering::Relaxed))
+        Bytes(self.outside.load(Ordering::Relaxed))
     }
 }
 
@@ -70,8 +70,8 @@ impl Outside {
         let streams = STREAMS.read().unwrap_or_else(PoisonError::into_inner);
         let of = streams.iter().find(|of| of.stream == stream.cu_stream()).cloned();
         if let Some(of) = &of {
-            let now = of.outside[0].fetch_add(bytes, Ordering::Relaxed) + bytes;
-            of.outside[1].fetch_max(now, Ordering::Relaxed);
+            let now = of.outside.fetch_add(bytes, Ordering::Relaxed) + bytes;
+            of.outside_peak.fetch_max(now, Ordering::Relaxed);
         }
         Outside { of, bytes }
     }
@@ -80,7 +80,7 @@ impl Outside {
 impl Drop for Outside {
     fn drop(&mut self) {
         if let Some(of) = &self.of {
-            of.outside[0].fetch_sub(self.bytes, Ordering::Relaxed);
+            of.outside.fetch_sub(self.bytes, Ordering::Relaxed);
         }
     }
 }
@@ -110,7 +110,8 @@ impl Activations {
             stream: stream.cu_stream(),
             addresses: base..base + length,
             arena: Mutex::new(Arena::new(chunks, length)),
-            outside: Default::default(),
+            outside: AtomicU64::new(0),
+            outside_peak: AtomicU64::new(0),
         });
         let mut streams = STREAMS.write().unwrap_or_else(PoisonError::into_inner);
         streams.push(Arc::clone(&of_stream));
@@ -130,7 +131,7 @@ impl Activations {
     /// Maxima since [`Activations::forget_peak`].
     pub(super) fn peak(&self) -> Peak {
         let arena = self.0.arena();
-        let outside = Bytes(self.0.outside[1].load(Ordering::Relaxed));
+        let outside = Bytes(self.0.outside_peak.load(Ordering::Relaxed));
         Peak {
             used: arena.used_peak() + outside,
             reserved: arena.mapped_peak() + outside,
@@ -141,7 +142,7 @@ impl Activations {
     pub(super) fn forget_peak(&self) {
         self.0.arena().forget_peak();
         let now = self.0.outside();
-        self.0.outside[1].store(now.0, Ordering::Relaxed);
+        self.0.outside_peak.store(now.0, Ordering::Relaxed);
     }
 
     /// Bounds the memory that it has from now on.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use candle_core::cuda_backend::WrapErr as _;
 use candle_core::{Device, Result, Tensor};
-use cudarc::driver::{CudaEvent, DeviceRepr};
+use cudarc::driver::{CudaEvent, DeviceRepr, DriverError};
 use gpu::{OpenedMemory, SHARED_HANDLE_BYTES, SharedMemory, SharedNumber};
 
 use super::Card;
@@ -70,6 +70,13 @@ pub(crate) fn allocated(bytes: u64) -> u64 {
     SharedMemory::allocated(memory_of(bytes))
 }
 
+/// The driver does not let the cards exchange.
+fn unreachable(error: DriverError) -> candle_core::Error {
+    candle_core::Error::msg(format!(
+        "the cards do not reach each other's memory ({error}): use one card"
+    ))
+}
+
 fn memory_of(bytes: u64) -> u64 {
     NUMBERS + u64::from(PLACES) * place_of(bytes)
 }
@@ -83,7 +90,7 @@ impl OwnEnd {
     pub(crate) fn new(device: &Device, bytes: u64) -> Result<(OwnEnd, [u8; SHARED_HANDLE_BYTES])> {
         let stream = device.as_cuda_device()?.cuda_stream();
         let own = SharedMemory::new(&stream, memory_of(bytes)).w()?;
-        let handle = own.handle().w()?;
+        let handle = own.handle().map_err(unreachable)?;
         let end = OwnEnd {
             device: device.clone(),
             own,
@@ -97,7 +104,7 @@ impl OwnEnd {
         let handle = <[u8; SHARED_HANDLE_BYTES]>::try_from(handle).map_err(candle_core::Error::wrap)?;
         let stream = self.device.as_cuda_device()?.cuda_stream();
         Ok(CardEnd {
-            other: OpenedMemory::open(&stream, handle).w()?,
+            other: OpenedMemory::open(&stream, handle).map_err(unreachable)?,
             own: self.own,
             place: self.place,
             stop: SharedNumber::new(stream.context()).w()?,
@@ -161,7 +168,10 @@ impl CardEnd {
         stream.synchronize().w()?;
         match self.stop.get() {
             GO_ON => Ok(()),
-            TOO_LONG => candle_core::bail!("the other card has not answered for {} s", MOST.as_secs()),
+            TOO_LONG => candle_core::bail!(
+                "the other card has not answered for {} s: use one card",
+                MOST.as_secs()
+            ),
             _ => candle_core::bail!("the exchange with the other card was ended"),
         }
     }

@@ -339,13 +339,8 @@ impl Stage<'_, HunyuanModel> {
             }
         };
         let mut latent = SampledLatent::new(&start, sigmas, None, (dtype, device))?;
-        let other = match half {
-            None => None,
-            Some(half) => {
-                let bytes = tokens.exchanged_bytes(config, dtype);
-                Some(OtherCard::meet(half, bytes, device, &mut *self.observer)?)
-            }
-        };
+        let bytes = tokens.exchanged_bytes(config, dtype);
+        let other = OtherCard::meet(half, bytes, device, &mut *self.observer)?;
         let step_buffers = transformer
             .step_buffers(&tokens, (dtype, device))?
             .with_attention(AttentionPrecision::asked(request))
@@ -388,7 +383,6 @@ impl Stage<'_, HunyuanModel> {
             None => latent.on_host()?,
             Some(other) => {
                 let all = other.gathered(latent.on_device(), all_sampled)?;
-                other.wait_for_work(&*self.observer)?;
                 other.close(&mut *self.observer)?;
                 all.to_device(&Device::Cpu)?
             }

@@ -18,7 +18,7 @@ use crate::autoencoders::wan::{
 use crate::hunyuan::preview::ColourMap;
 use crate::noise::Generator;
 use crate::rotary::Rotations;
-use crate::sampling::{Prediction, Prompts};
+use crate::sampling::{Conditions, Prediction, Prompts};
 use crate::shared_stage::{Half, OtherCard};
 use crate::stage::{Stage, named, unknown};
 use crate::tensors::to_host;
@@ -216,14 +216,8 @@ impl Stage<'_, WanModel> {
         let kept = (way == PassOrder::OneByOne && passes > 1)
             .then(|| Tensor::zeros(latent.seen().shape(), dtype, device))
             .transpose()?;
-        let other = match half {
-            None => None,
-            Some(half) => {
-                let seen = latent.seen();
-                let bytes = (seen.elem_count() * seen.dtype().size_in_bytes()) as u64;
-                Some(OtherCard::meet(half, bytes, device, &mut *self.observer)?)
-            }
-        };
+        let bytes = Conditions::<()>::kept_bytes(latent.seen().elem_count(), dtype);
+        let other = OtherCard::meet(half, bytes, device, &mut *self.observer)?;
         let sampling = Sampling {
             other,
             rotations: transformer.rotations(model.vae.latents(video.frames as usize), sides, device)?,
@@ -269,7 +263,6 @@ impl Stage<'_, WanModel> {
             }
         }
         if let Some(other) = &sampling.other {
-            other.wait_for_work(&*self.observer)?;
             other.close(&mut *self.observer)?;
         }
         self.left_by(part, &latent, sides)

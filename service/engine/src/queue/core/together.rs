@@ -2,6 +2,7 @@
 //! first part alone. When that has ended, the second is stopped; when the second ends and has not completed, the first is stopped, and
 //! the stage is run again.
 
+use model::MAX_CARDS;
 use residency::Policy;
 use tokio::time::Instant;
 
@@ -13,9 +14,6 @@ use crate::need::Need;
 use crate::queue::cards::{Death, Fault, InFlight, Joint};
 use crate::queue::placing::Companion;
 use crate::queue::record::JobRecord;
-
-/// How many cards run such a stage.
-const PARTS: u32 = 2;
 
 /// What the order of a second part is made of.
 pub(super) struct SecondPart {
@@ -58,7 +56,7 @@ impl Core {
         let (mut order, in_flight) = first;
         let ticket = self.ticket();
         let SecondPart { companion, need, .. } = second;
-        let of = PARTS;
+        let of = MAX_CARDS;
         let other = Order {
             ticket,
             job: order.job.clone(),
