@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn an_end_that_is_gone_is_an_error() {
+    fn a_swap_with_a_device_that_has_ended_is_an_error() {
         let [_, second] = with_both(|part, exchange| {
             let rows = Tensor::zeros((1, 2, 4), DType::F32, &Device::Cpu)?.copy()?;
             match part {
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_over_is_not_waited_for() {
+    fn a_wait_for_cancelled_work_is_an_error() {
         let [first, _] = with_both(|_, exchange| exchange.wait_for_work(&|| true));
         assert!(first.is_err());
     }
@@ -282,7 +282,7 @@ mod tests {
 
         #[test]
         #[allow(clippy::print_stdout)] // The speed is for readers of the output.
-        fn processes_exchange_rows_and_end_each_for_itself() -> Result<()> {
+        fn two_processes_exchange_rows_and_each_ends_alone() -> Result<()> {
             if test_device().is_cpu() {
                 return Ok(());
             }

@@ -91,6 +91,15 @@ async fn finish(workers: &mut [Worker; 2], orders: &[Order; 2]) {
     assert_eq!(workers[0].work(1).await.1, "decode");
 }
 
+/// Works all orders off: these jobs are done then, and nothing is left of them.
+async fn all_end(queue: &Queue, workers: &mut [Worker; 2], jobs: impl IntoIterator<Item = &mut Job>) {
+    while workers[0].try_work().await | workers[1].try_work().await {}
+    for job in jobs {
+        end(job).await.unwrap();
+    }
+    at_rest(queue).await;
+}
+
 fn internal(what: &str) -> Outcome {
     Outcome::Failed(Failure::Internal(what.to_owned()))
 }
@@ -235,13 +244,12 @@ async fn a_job_that_waits_for_its_second_card_holds_the_first() {
     let orders = both(&mut workers).await;
     assert_eq!(orders[0].job, *job.id);
     finish(&mut workers, &orders).await;
-    while workers[0].try_work().await | workers[1].try_work().await {}
-    end(&mut job).await.unwrap();
-    end(&mut long).await.unwrap();
-    for job in &mut short {
-        end(job).await.unwrap();
-    }
-    at_rest(&queue).await;
+    all_end(
+        &queue,
+        &mut workers,
+        short.iter_mut().chain([&mut job, &mut long]),
+    )
+    .await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -269,10 +277,7 @@ async fn a_job_keeps_its_card_between_stages_while_it_waits_for_the_second() {
     let orders = both(&mut workers).await;
     finish(&mut workers, &orders).await;
     end(&mut job).await.unwrap();
-    while workers[0].try_work().await | workers[1].try_work().await {}
-    end(&mut beside).await.unwrap();
-    end(&mut later).await.unwrap();
-    at_rest(&queue).await;
+    all_end(&queue, &mut workers, [&mut beside, &mut later]).await;
 }
 
 #[tokio::test(start_paused = true)]
@@ -733,11 +738,7 @@ async fn a_job_that_holds_a_card_is_not_overtaken_by_one_whose_model_is_there() 
         "its text is known, and it has not begun"
     );
     finish(&mut workers, &orders).await;
-    while workers[0].try_work().await | workers[1].try_work().await {}
-    for job in &mut all {
-        end(job).await.unwrap();
-    }
-    at_rest(&queue).await;
+    all_end(&queue, &mut workers, &mut all).await;
 }
 
 /// Which of two clients goes next, when one had a second of two cards and the other one and a half of one.
@@ -764,9 +765,5 @@ async fn the_time_of_both_cards_is_charged() {
     assert_eq!(next.job, *all[4].id, "it is y's turn");
     workers[1].complete(&next);
     workers[0].complete(&blocker);
-    while workers[0].try_work().await | workers[1].try_work().await {}
-    for job in &mut all {
-        end(job).await.unwrap();
-    }
-    at_rest(&queue).await;
+    all_end(&queue, &mut workers, &mut all).await;
 }
