@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,26 @@ def children_of(pid: int) -> dict[int, str]:
         state, parent = stat.rpartition(")")[2].split()[:2]
         if int(parent) == pid:
             found[int(entry.name)] = state
+    return found
+
+
+def open_files_of(pid: int) -> list[str]:
+    """What the descriptors of a process stand for, without those that it closes meanwhile."""
+    found = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(descriptor))
+    return found
+
+
+def threads_of(pid: int) -> list[dict[str, str]]:
+    """What Linux says of each thread of a process, without those that end meanwhile."""
+    found = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            status = (thread / "status").read_text(encoding="utf-8")
+            lines = (line for line in status.splitlines() if ":\t" in line)
+            found.append(dict(line.split(":\t", 1) for line in lines))
     return found
 
 

@@ -17,6 +17,7 @@ import moored
 import pytest
 from commands import good
 from faults import worker_pid
+from processes import open_files_of, threads_of
 
 from service import BINARY, INSTANT_MODELS, ROOT, Service, clean_environment, run
 
@@ -159,13 +160,11 @@ def test_every_thread_of_a_worker_is_confined(
 ) -> None:
     """A real model has been run by it, and its threads compute."""
     demo_client.generate_image("a red circle", **QUICK)
-    threads = Path(f"/proc/{worker_pid(demo_client)}/task")
-    for thread in threads.iterdir():
-        status = (thread / "status").read_text(encoding="utf-8")
-        fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-        assert fields["Seccomp"] == "2", fields["Name"]
-        assert fields["NoNewPrivs"] == "1", fields["Name"]
-    assert len(list(threads.iterdir())) > 3
+    threads = threads_of(worker_pid(demo_client))
+    for thread in threads:
+        assert thread["Seccomp"] == "2", thread["Name"]
+        assert thread["NoNewPrivs"] == "1", thread["Name"]
+    assert len(threads) > 3
 
 
 def test_what_a_service_inherits_does_not_reach_its_workers(
@@ -197,15 +196,14 @@ def test_what_a_service_inherits_does_not_reach_its_workers(
         (address,) = [next(found for found in listening if found)[1]]
         with moored.Client(address) as client:
             client.wait_until_ready(60)
-            worker = Path(f"/proc/{worker_pid(client)}")
-        of_service = [os.readlink(file) for file in Path(f"/proc/{process.pid}/fd").iterdir()]
-        assert str(secrets.token) in of_service, "the test leaves nothing open"
-        open_files = [os.readlink(file) for file in (worker / "fd").iterdir()]
+            worker = worker_pid(client)
+        assert str(secrets.token) in open_files_of(process.pid), "the test leaves nothing open"
+        open_files = open_files_of(worker)
         others = [
             file for file in open_files if not file.startswith(("pipe:", "/proc/", "anon_inode:"))
         ]
         assert others == [], open_files
-        variables = (worker / "environ").read_bytes()
+        variables = Path(f"/proc/{worker}/environ").read_bytes()
         assert b"a-token-of-a-hub" not in variables
         assert b"a-key" not in variables
     finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 import moored
 import pytest
 from PIL import Image
+from processes import children_of
 from test_lifecycle import end_of, running
 
 from service import BINARY, ReservedPort, Service, clean_environment
@@ -147,14 +148,6 @@ def test_an_unload_that_waits_is_left_and_the_job_goes_on(
         assert stream.result().pictures
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    """The processes that it has started."""
-    found: list[int] = []
-    for thread in Path(f"/proc/{process.pid}/task").iterdir():
-        found += map(int, (thread / "children").read_text(encoding="ascii").split())
-    return found
-
-
 @pytest.mark.parametrize("when", ["starts", "generates"])
 def test_run_ends_the_service_that_it_has_started(when: str, tmp_path: Path) -> None:
     port = ReservedPort()
@@ -169,7 +162,7 @@ def test_run_ends_the_service_that_it_has_started(when: str, tmp_path: Path) -> 
         words = {"starts": "starting one", "generates": "step "}[when]
         while words not in (line := process.stderr.readline()):
             assert line, "it ended"
-        while not (workers := workers_of(process)):
+        while not (workers := list(children_of(process.pid))):
             assert process.poll() is None
         with end_of(workers[0]) as ended:
             process.send_signal(signal.SIGINT)
@@ -182,7 +175,7 @@ def test_demo_leaves_whole_pictures_and_no_state(tmp_path: Path) -> None:
     with begun("demo", "--out", "out", "--device", "cpu", folder=tmp_path) as process:
         assert process.stdout is not None
         assert "01.png" in process.stdout.readline()
-        (worker, *_) = workers_of(process)
+        (worker, *_) = children_of(process.pid)
         with end_of(worker) as ended:
             process.send_signal(signal.SIGINT)
             assert process.wait(WAIT_S) == 130
