@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -41,15 +39,13 @@ def nowhere() -> Iterator[str]:
 
 
 @pytest.fixture
-def later() -> str:
+def later() -> Iterator[str]:
     """An address where nothing listens yet, and that the kernel gives to nobody else meanwhile."""
-    lowest = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    ports = range(10_000, int(lowest.read_text().split()[0]) if lowest.exists() else 32_768)
-    for port in random.sample(ports, len(ports)):
-        with socket.socket() as tried, contextlib.suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return f"127.0.0.1:{port}"
-    raise AssertionError("no port is free")
+    with socket.socket() as held:
+        # With it, a server that sets the same may listen there, as all of gRPC do.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(

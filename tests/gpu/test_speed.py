@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -179,9 +180,12 @@ def test_what_a_peer_found_before_its_time_was_over_is_kept(
     text = "import time\nprint('noise')\nprint('{\"ms\": 1}', flush=True)\ntime.sleep(60)\n"
     monkeypatch.setattr(speed, "PEERS", program(tmp_path, text))
     monkeypatch.setattr(speed.importlib.util, "find_spec", lambda name: name)
-    found = speed.answers_of_peer(peer_bench(), "step", 3.0)
-    assert next(found) == {"ms": 1}
-    with pytest.raises(RuntimeError, match="its 3 s were over"):
+    for limit_s in (3.0, 10.0, 30.0):
+        found = speed.answers_of_peer(peer_bench(), "step", limit_s)
+        with contextlib.suppress(RuntimeError):  # of a busy machine: it was over before it spoke
+            assert next(found) == {"ms": 1}
+            break
+    with pytest.raises(RuntimeError, match=f"its {limit_s:g} s were over"):
         next(found)
 
 

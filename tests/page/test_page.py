@@ -72,9 +72,9 @@ def test_axe_finds_nothing_in_any_view(browser: Browser, serve: Serve, colours: 
         client.pin("flux-full")
         client.reserve(6 * 2**30, label="a game")
         with (
-            client.stream_image("a cube", model="slow", steps=200, count=8) as first,
-            client.stream_image("a cube", model="slow", steps=200, count=8) as second,
-            client.stream_image("a cube", model="slow", steps=200, count=8) as third,
+            client.stream_image("a cube", model="slow", steps=200, count=64) as first,
+            client.stream_image("a cube", model="slow", steps=200, count=64) as second,
+            client.stream_image("a cube", model="slow", steps=200, count=64) as third,
             opened(browser, service, color_scheme=colours, reduced_motion="reduce") as page,
         ):
             for stream in (first, second, third):
@@ -99,7 +99,8 @@ def test_axe_finds_nothing_in_any_view(browser: Browser, serve: Serve, colours: 
 def test_axe_finds_nothing_where_a_result_and_an_error_are_shown(
     browser: Browser, demo_service: Service
 ) -> None:
-    with opened(browser, demo_service) as page:
+    # What fades in has less contrast until it is there.
+    with opened(browser, demo_service, reduced_motion="reduce") as page:
         page.get_by_label("Model", exact=True).select_option(label="moored/demo")
         page.get_by_label("Prompt", exact=True).fill("a red circle")
         page.get_by_label("Steps").fill("2")

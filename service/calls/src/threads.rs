@@ -163,13 +163,13 @@ mod tests {
             tokio::task::yield_now().await;
         }
         let before = begun.load(Relaxed);
-        let meanwhile = begun.clone();
+        let turn = turns.0.next_of(client(2)).await;
+        // Counted when it has its turn: its thread may begin later.
+        let turns_before = begun.load(Relaxed) - before;
         let decode = move |cancel: &CancelToken| {
-            let turns_before = meanwhile.load(Relaxed) - before;
-            let decoded = media::pictures::decode(&small, None, cancel);
-            (decoded.map(|pixels| pixels.rgb.len()), turns_before)
+            media::pictures::decode(&small, None, cancel).map(|pixels| pixels.rgb.len())
         };
-        let (decoded, turns_before) = turns.run_of(client(2), decode).await.unwrap();
+        let decoded = run_in_turn(turn, decode).await.unwrap();
         assert_eq!(decoded.ok(), Some(3 * 16 * 16));
         assert!(
             turns_before <= share,

@@ -706,7 +706,7 @@ def test_steps_and_previews_of_a_film_are_shown(comfyui: ComfyUI, serve: Serve) 
 def test_an_interrupt_ends_a_film_within_a_step(
     comfyui: ComfyUI, serve: Serve, tmp_path: Path
 ) -> None:
-    service = serve("sim:24GiB", more_models=film_model(tmp_path, steps_ms=3000))
+    service = serve("sim:24GiB", more_models=film_model(tmp_path, steps_ms=6000))
     with service.client() as client:
         graph = Graph(service.address, model="film")
         film = graph.text_to_video(steps=100)
@@ -882,7 +882,7 @@ def test_an_interrupt_ends_a_job_within_a_step(
     comfyui: ComfyUI, serve: Serve, tmp_path: Path
 ) -> None:
     # So long a step that the button is pressed and heard within it, or in the next.
-    service = serve("sim:24GiB", more_models=slower_model(tmp_path, steps_ms=3000))
+    service = serve("sim:24GiB", more_models=slower_model(tmp_path, steps_ms=6000))
     with service.client() as client:
         graph = Graph(service.address, model="slower")
         generated = graph.text_to_image(**LONG)
@@ -1115,8 +1115,10 @@ def test_an_interrupt_leaves_no_latents(comfyui: ComfyUI, serve: Serve) -> None:
     with service.client() as client:
         graph = Graph(service.address, model="slow")
         loaded = graph.add("LoadImage", image=comfyui.upload("again.png", scene(1)))
-        batch = graph.add("ImageBatch", image1=[loaded, 0], image2=[loaded, 0])
-        # Most of what the second job generates is still to come when its first latent is there.
+        two = graph.add("ImageBatch", image1=[loaded, 0], image2=[loaded, 0])
+        batch = graph.add("ImageBatch", image1=[two, 0], image2=[two, 0])
+        # Most of what the second job generates is still to come when its first latent is there, and two
+        # more jobs after it.
         options = {"image": [batch, 0], "steps": 8, "strength": 1.0, "count": 8}
         generated = graph.image_to_image(**options, latent_only=True)
         shown(graph, graph.decode([generated, 1]))

@@ -43,7 +43,8 @@ LONG: dict[str, Any] = {"steps": 200, "count": 8}
 class PanelPage:
     """The stand-in of ComfyUI's page, running."""
 
-    def __init__(self, user_directory: Path) -> None:
+    def __init__(self, user_directory: Path, quick_s: float = 50.0) -> None:
+        """`quick_s`: how long the service may take to answer it, where that is to be quick."""
         self.user_directory = user_directory
         self.process = subprocess.Popen(
             [sys.executable, str(PAGE), str(user_directory)],
@@ -51,7 +52,8 @@ class PanelPage:
             stdout=subprocess.PIPE,
             text=True,
             env=clean_environment()
-            | {"MOORED_CREDENTIALS": str(user_directory / "credentials" / "kept.json")},
+            | {"MOORED_CREDENTIALS": str(user_directory / "credentials" / "kept.json")}
+            | {"PANEL_QUICK_S": str(quick_s)},
         )
         assert self.process.stdout is not None
         port = self.process.stdout.readline().strip()

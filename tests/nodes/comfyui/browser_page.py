@@ -3,7 +3,8 @@
     python browser_page.py USER_DIRECTORY
 
 Serves the pack's own routes and scripts as ComfyUI does: each route also under `/api`, and what is in `web`
-under `/extensions/moored`. Prints its port, and ends with its standard input.
+under `/extensions/moored`. Prints its port, and ends with its standard input. With PANEL_QUICK_S a question
+to the service may take so many seconds instead of the pack's own.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -43,7 +46,9 @@ def translations() -> dict[str, dict[str, object]]:
 def application(user_directory: Path) -> web.Application:
     """The page and the pack's routes."""
     routes = web.RouteTableDef()
-    pack_module("panel", user_directory).register_routes(routes)
+    panel: Any = pack_module("panel", user_directory)
+    panel.QUICK_S = float(os.environ.get("PANEL_QUICK_S", panel.QUICK_S))
+    panel.register_routes(routes)
 
     @routes.get("/i18n")
     async def i18n(request: web.Request) -> web.Response:

@@ -331,6 +331,7 @@ def test_reserve_takes_the_card_that_comfyui_uses(
     """Though the other has more room."""
     service = serve("sim:40GiB", f"sim:40GiB,index=1,world={card}")
     with service.client() as client:
+        client.wait_until_ready(card="sim:0")
         use_own_model(comfyui, client, card, 2)
         room = Room(service, tmp_path)
         own, named = room.reserve([room.server, 0]), room.reserve([room.server, 0], card="sim:0")

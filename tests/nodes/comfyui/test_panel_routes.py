@@ -286,26 +286,41 @@ def test_the_token_is_sent_to_the_service_and_never_to_the_browser(
     assert TOKEN not in json.dumps(answers)
 
 
-def test_a_service_that_is_silent_holds_nothing_else_up(panel: PanelPage) -> None:
+def test_a_service_that_is_silent_holds_nothing_else_up(tmp_path: Path) -> None:
     """It takes the connection and never answers: routes give up in seconds, and others go on meanwhile."""
+    # On a busy machine others may take longer than the first limit: then the next one decides. Of its own
+    # accord gRPC gives a connection up that is silent for twenty seconds.
+    for quick_s in (5.0, 15.0):
+        page = PanelPage(tmp_path / f"user-{quick_s:g}", quick_s)
+        try:
+            if others_are_answered_while_a_service_is_silent(page):
+                break
+        finally:
+            page.stop()
+    else:
+        raise AssertionError("others had to wait")
+
+
+def others_are_answered_while_a_service_is_silent(page: PanelPage) -> bool:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        panel.settings(endpoint=address)
+        page.settings(endpoint=address)
         answered: list[tuple[int, Any]] = []
-        asking = threading.Thread(target=lambda: answered.append(panel.ask("/moored/models")))
+        asking = threading.Thread(target=lambda: answered.append(page.ask("/moored/models")))
         asking.start()
         silent.settimeout(DEADLINE_S)
         taken, _ = silent.accept()
         # It is being asked: for as long as that lasts, others are answered. If they had to wait for it,
         # the second would come after its answer.
         for _ in range(2):
-            panel.ask("/i18n")
-        assert not answered
+            page.ask("/i18n")
+        in_time = not answered
         asking.join()
         taken.close()
         code, said = answered[0]
         assert code == 504
         assert said["error"].startswith(f"The service at {address} does not answer")
+        return in_time
 
 
 def test_a_call_that_is_ended_under_way_is_reported_as_ended(

@@ -55,9 +55,10 @@ def test_tracks_are_the_clients_own(comfyui: StandIn, serve: Serve) -> None:
 
 def test_a_film_outlives_comfyui(serve: Serve, tmp_path: Path) -> None:
     """ComfyUI is killed while its film is made; the prompt that is queued again gets that film."""
-    service = serve("sim:24GiB", more_models=film_model(tmp_path, 100))
+    # So slow that it is not done when ComfyUI is killed.
+    service = serve("sim:24GiB", more_models=film_model(tmp_path, 500))
     graph = Graph(service.address, model="film")
-    shown(graph, graph.film_parts(graph.text_to_video(steps=20, detach=True)))
+    shown(graph, graph.film_parts(graph.text_to_video(steps=10, detach=True)))
     prompt = tmp_path / "prompt.json"
     prompt.write_text(json.dumps(graph.prompt), encoding="utf-8")
     command = [sys.executable, HERE / "alone.py", tmp_path, prompt]
@@ -67,11 +68,11 @@ def test_a_film_outlives_comfyui(serve: Serve, tmp_path: Path) -> None:
         (job,) = client.jobs()
         first.kill()
         first.wait(DEADLINE_S)
-        subprocess.run(command, check=True, timeout=DEADLINE_S)
+        subprocess.run(command, check=True, timeout=2 * DEADLINE_S)
         assert [(one.id, one.state) for one in client.jobs(include_ended=True)] == [
             (job.id, "done")
         ]
-        subprocess.run(command, check=True, timeout=DEADLINE_S)
+        subprocess.run(command, check=True, timeout=2 * DEADLINE_S)
         assert len(client.jobs(include_ended=True)) == 2, "what was received is made anew"
 
 

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import moored
 import pytest
-from headless import Headless, clean_environment, client_from_here, library_copy
+from headless import (
+    START_LIMIT_S,
+    Headless,
+    clean_environment,
+    client_from_here,
+    library_copy,
+)
 
 from service import BINARY, INSTANT_MODELS, Service
 
@@ -36,15 +42,17 @@ def manifest() -> Path:
 def engine(manifest: Path) -> Iterator[Headless]:
     """The engine with the library loaded, while no service runs."""
     engine = Headless()
-    engine.do(engine.settings(endpoint="127.0.0.1:9"))
-    engine.do(engine.start(manifest))
+    engine.do(engine.settings(endpoint="127.0.0.1:9"), START_LIMIT_S)
+    engine.do(engine.start(manifest), START_LIMIT_S)
     yield engine
     engine.loop.close()
 
 
 @pytest.fixture
-def nowhere(engine: Headless) -> Headless:
+def nowhere(engine: Headless, monkeypatch: pytest.MonkeyPatch) -> Headless:
     """The engine with a fresh workflow, and nothing that answers at the endpoint."""
+    # A busy machine may need more than a person would wait for.
+    monkeypatch.setattr("moored_griptape.run_node._HOLD_TIMEOUT_S", 60.0)
     engine.do(engine.fresh_flow())
     engine.do(engine.settings(endpoint="127.0.0.1:9", client_name="tester"))
     return engine

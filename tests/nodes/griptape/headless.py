@@ -24,6 +24,9 @@ LIBRARY_NAME = "moored"
 MANIFEST = "griptape_nodes_library.json"
 LIMIT_S = 60.0
 
+START_LIMIT_S = 300.0
+"""Seconds that an engine has to start: ten of a processor, and others may have the processors."""
+
 
 def clean_environment(home: Path) -> None:
     """Folders of its own, no account, and the interpreter of the tests for the library's packages."""
@@ -212,7 +215,7 @@ def restarted(before: Headless, manifest: Path) -> Iterator[Headless]:
     engine = Headless()
     try:
         assert engines.current_engine() is not root
-        engine.do(engine.start(manifest))
+        engine.do(engine.start(manifest), START_LIMIT_S)
         yield engine
     finally:
         engine.loop.close()

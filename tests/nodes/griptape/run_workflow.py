@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headless import Headless
+from headless import START_LIMIT_S, Headless
 
 
 async def main(engine: Headless, manifest: Path, workflow: Path, endpoint: str) -> dict[str, Any]:
@@ -40,5 +40,5 @@ def in_words(value: object) -> str:
 if __name__ == "__main__":
     engine = Headless()
     manifest, workflow, endpoint = sys.argv[1:]
-    shown = engine.do(main(engine, Path(manifest), Path(workflow), endpoint))
+    shown = engine.do(main(engine, Path(manifest), Path(workflow), endpoint), START_LIMIT_S)
     print(json.dumps({"moored": sys.modules["moored"].__file__, "nodes": shown}))

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 import moored
 import pytest
-from headless import Headless
+from headless import LIMIT_S, Headless
 
 LONGEST_STALL_S = 0.050
 CANCELLED_WITHIN_S = 0.5
 TICK_S = 0.002
-ATTEMPTS = 4
+ATTEMPTS = 12
+NEVER_CANCELLED_S = 60.0
 
 R = TypeVar("R")
 Simulate = Callable[..., moored.Client]
@@ -181,7 +182,7 @@ def test_a_blocking_call_is_measured_as_a_stall(simulate: Simulate, nowhere: Hea
         node = nowhere.do(nowhere.node("GPUStatus"))
 
         async def blocks() -> None:
-            client.generate_image("blocks", model="slow", steps=2)
+            client.generate_image("blocks", model="slow", steps=6)
             node._set_status_results(was_successful=True, result_details="")
 
         node.aprocess = blocks
@@ -201,7 +202,7 @@ async def cancelled_after(engine: Headless, client: moored.AsyncClient, state: s
     cancel = asyncio.create_task(engine.cancel())
     while {one.id: one.state for one in await client.jobs(include_ended=True)}[job.id] == state:
         await asyncio.sleep(0.005)
-        assert time.monotonic() - began < 10, "it was never cancelled"
+        assert time.monotonic() - began < NEVER_CANCELLED_S, "it was never cancelled"
     took = time.monotonic() - began
     ended = {one.id: one.state for one in await client.jobs(include_ended=True)}[job.id]
     assert ended == "cancelled"
@@ -215,7 +216,7 @@ def cancel_of_its_own(engine: Headless, measure: Callable[[], Awaitable[float]])
     """The shortest of a few cancels; as with stalls, a busy machine makes some of them longer."""
     took = []
     for _ in range(ATTEMPTS):
-        took.append(engine.do(measure()))
+        took.append(engine.do(measure(), LIMIT_S + NEVER_CANCELLED_S))
         if took[-1] < CANCELLED_WITHIN_S:
             break
     return min(took)
@@ -260,7 +261,7 @@ def test_a_cancel_takes_a_job_out_of_the_queue_within_half_a_second(
 
     async def measure() -> float:
         async with moored.AsyncClient(endpoint, client_id="before") as client:
-            async with client.stream_image("slow", model="slow", steps=200) as first:
+            async with client.stream_image("slow", model="slow", steps=200, count=8) as first:
                 async for event in first:
                     if isinstance(event, moored.Step):
                         break

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import tomllib
-from headless import LIBRARY, MANIFEST, Headless
+from headless import LIBRARY, MANIFEST, START_LIMIT_S, Headless
 from make_workflows import (
     EDIT,
     EDITING_MODEL,
@@ -37,7 +37,7 @@ def run(manifest: Path, template: str, service: Service) -> dict[str, Any]:
         [sys.executable, str(HERE / "run_workflow.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=START_LIMIT_S + 100,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])

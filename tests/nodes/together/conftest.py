@@ -21,6 +21,9 @@ from service import ROOT, Service, clean_environment
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 60.0
 
+START_LIMIT_S = 300.0
+"""Seconds that both sides have to start, at once: one builds a wheel and starts an engine."""
+
 
 class Side:
     """A frontend, which generates and cancels when it is told to."""
@@ -63,10 +66,10 @@ class Side:
         """Presses its button."""
         self._tell(cancel=True)
 
-    def said(self) -> dict[str, Any]:
+    def said(self, within_s: float = DEADLINE_S) -> dict[str, Any]:
         """The next that it says: that it is ready, or how what it was told ended."""
         try:
-            said = self._said.get(timeout=DEADLINE_S)
+            said = self._said.get(timeout=within_s)
         except queue.Empty:
             said = None
         assert said is not None, f"{self.name} is silent:\n{Path(self._log.name).read_text()}"
@@ -179,7 +182,7 @@ def sides(
     folder = tmp_path_factory.mktemp("sides")
     started = [Side(name, demo_service.address, folder / name) for name in ("comfyui", "griptape")]
     for side in started:
-        assert side.said() == {"ready": True}
+        assert side.said(START_LIMIT_S) == {"ready": True}
     comfyui, griptape = started
     yield comfyui, griptape
     for side in started:
