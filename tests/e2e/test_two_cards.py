@@ -95,6 +95,15 @@ def test_one_card_of_a_kind_is_too_few(simulate: Simulate, devices: tuple[str, .
         assert "leave it out, or start the service with two cards of one kind" in str(refused.value)
 
 
+def test_cards_that_do_not_reach_each_other_sample_alone(simulate: Simulate) -> None:
+    with two_cards(simulate, "sim:24GiB", "sim:24GiB,index=1,peers=no") as client:
+        with pytest.raises(
+            moored.InvalidRequest, match="no two cards that reach each other's memory"
+        ):
+            client.generate_video("a wave", model="video", cards=2, timeout=DEADLINE_S)
+        client.generate_video("a wave", model="video", timeout=DEADLINE_S)
+
+
 def test_processors_do_not_sample_together(simulate: Simulate) -> None:
     with simulate("cpu").client() as client:
         with pytest.raises(moored.InvalidRequest, match="no card that can run it with another"):

@@ -248,6 +248,7 @@ mod tests {
             total: Bytes::ZERO,
             compute_capability: None,
             compute_dtype: "bf16".to_owned(),
+            peers: gpu::Peers::none(),
         };
         let cards = [
             card("cpu", CardKind::Cpu),

@@ -212,5 +212,6 @@ pub fn first_card_of(queue: &Queue) -> CardDescription {
             total: Bytes::ZERO,
             compute_capability: None,
             compute_dtype: "f32".to_owned(),
+            peers: gpu::Peers::none(),
         })
 }

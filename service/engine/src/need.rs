@@ -215,6 +215,7 @@ mod tests {
                 total: Bytes::gib(1),
                 compute_capability: None,
                 compute_dtype: "f32".to_owned(),
+                peers: gpu::Peers::none(),
             };
             let need = Need::of_stage(plan.clone(), &[], Vec::new(), Bytes::ZERO);
             need.on_card(&card).rungs().len()

@@ -1,5 +1,6 @@
 //! The [`Gpu`] trait: the interface between a card and the other crates.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -37,6 +38,32 @@ pub struct CardDescription {
     pub compute_capability: Option<(u32, u32)>,
     /// Default computation dtype: `f32` on the CPU, `bf16` on a GPU.
     pub compute_dtype: String,
+    pub peers: Peers,
+}
+
+/// The other cards to whose memory a card can write by itself (peer access), by NVLink or PCIe.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Peers {
+    /// Every card of its kind.
+    All,
+    /// Those with these ids.
+    Only(BTreeSet<String>),
+}
+
+impl Peers {
+    /// No card, as of a processor.
+    pub fn none() -> Peers {
+        Peers::Only(BTreeSet::new())
+    }
+
+    /// Whether it can write to the memory of this card of its kind.
+    pub fn has(&self, id: &str) -> bool {
+        match self {
+            Peers::All => true,
+            Peers::Only(ids) => ids.contains(id),
+        }
+    }
 }
 
 /// The first compute capability whose cards multiply in fp8.

@@ -9,7 +9,7 @@ use residency::{Bytes, Component, ComponentId, DriverTruth, Holder, Part};
 use serde::{Deserialize, Serialize};
 
 use crate::allocator::{self, return_free};
-use crate::card::{CardDescription, CardKind, Gpu, GpuError, Unloaded};
+use crate::card::{CardDescription, CardKind, Gpu, GpuError, Peers, Unloaded};
 use crate::host_stream::{read_part, resize_on_host};
 use crate::load::{LoadError, LoadPlan, LoadProgress};
 use crate::reader::{LoadedFrom, read_tensors};
@@ -67,6 +67,7 @@ impl CpuCard {
                 total,
                 compute_capability: None,
                 compute_dtype: DType::F32.as_str().to_owned(),
+                peers: Peers::none(),
             },
             system,
             held: HashMap::new(),

@@ -43,7 +43,7 @@ mod timeline;
 
 pub use allocator::CountingAllocator;
 pub use blocks::{BlockPlace, BlockSize, Uses, parts_of_blocks};
-pub use card::{CardDescription, CardKind, CardSpeeds, FP8_PRODUCTS_SINCE, Gpu, GpuError, Unloaded};
+pub use card::{CardDescription, CardKind, CardSpeeds, FP8_PRODUCTS_SINCE, Gpu, GpuError, Peers, Unloaded};
 pub use checkpoint::{CheckpointFile, MAX_HEADER_BYTES, TensorEntry, git_lfs_pointer};
 pub use cpu::{CpuCard, CpuSettings};
 #[cfg(feature = "cuda")]

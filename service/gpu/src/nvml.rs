@@ -1,14 +1,16 @@
 //! NVIDIA cards as seen by the driver's management library (NVML). No CUDA context is created, so the supervisor may
 //! call this, and it takes no memory of a card.
 
+use std::collections::BTreeSet;
 use std::sync::OnceLock;
 
+use nvml_wrapper::enum_wrappers::device::{P2pCapabilitiesIndex, P2pStatus};
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError as DriverError;
 use nvml_wrapper::{Device, Nvml};
 use residency::{Bytes, Holder};
 
-use crate::card::{CardDescription, CardKind};
+use crate::card::{CardDescription, CardKind, Peers};
 use crate::cuda_settings::{CudaSettings, CudaWhich};
 use crate::holders::{CardProcess, foreign_holders, process_name};
 
@@ -142,7 +144,24 @@ impl NvmlCard {
             total: self.total,
             compute_capability: Some(self.compute_capability),
             compute_dtype: dtype.as_str().to_owned(),
+            peers: Peers::Only(self.peers().unwrap_or_else(|problem| {
+                tracing::debug!(%problem, card = self.uuid, "cards that reach each other are unknown");
+                BTreeSet::new()
+            })),
         }
+    }
+
+    /// UUIDs of the other cards to whose memory this one can write by itself. The driver lists none for slices, nor under WSL.
+    fn peers(&self) -> Result<BTreeSet<String>, NvmlError> {
+        let device = self.device()?;
+        let mut found = BTreeSet::new();
+        for other in cards()?.into_iter().filter(|other| other.uuid != self.uuid) {
+            let status = device.p2p_status(&other.device()?, P2pCapabilitiesIndex::Write);
+            if matches!(status, Ok(P2pStatus::Ok)) {
+                found.insert(other.uuid);
+            }
+        }
+        Ok(found)
     }
 
     /// Current memory figures.

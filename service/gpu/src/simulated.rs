@@ -17,7 +17,7 @@ use candle_core::{DType, Device};
 use residency::{Bytes, Component, ComponentId, DriverTruth, HostMemory, HostShare, Part};
 
 use crate::allocator::{self, return_free};
-use crate::card::{CardDescription, CardKind, CardSpeeds, Gpu, GpuError, Unloaded};
+use crate::card::{CardDescription, CardKind, CardSpeeds, Gpu, GpuError, Peers, Unloaded};
 use crate::cpu::not_there;
 use crate::faults::{FaultAction, FaultSchedule};
 use crate::host_stream::{read_part, resize_on_host};
@@ -110,6 +110,10 @@ impl SimulatedCard {
             total: settings.capacity,
             compute_capability: settings.capability,
             compute_dtype: DType::F32.as_str().to_owned(),
+            peers: match settings.has_peers {
+                true => Peers::All,
+                false => Peers::none(),
+            },
         }
     }
 

@@ -101,6 +101,7 @@ mod tests {
             total,
             compute_capability: None,
             compute_dtype: "f32".to_owned(),
+            peers: gpu::Peers::All,
         };
         StatusReport {
             cards: vec![CardStatus {

@@ -7,7 +7,7 @@ use cli::Finding;
 use config::{CardSettings, Config, ConfineWorkers};
 use engine::Error;
 use engine::library::Library;
-use gpu::{CardDescription, CardKind, DeviceChoice, DeviceSpec};
+use gpu::{CardDescription, CardKind, DeviceChoice, DeviceSpec, Peers};
 use hub::{Hub, Login, PullError};
 use residency::Bytes;
 
@@ -88,6 +88,12 @@ fn card(cards: &CardSettings, device: &DeviceSpec, description: &CardDescription
     ];
     found.extend(driver_facts(device));
     found.push(format!("computes in {}", description.compute_dtype));
+    if let Peers::Only(others) = &description.peers
+        && !others.is_empty()
+    {
+        let others: Vec<&str> = others.iter().map(String::as_str).collect();
+        found.push(format!("reaches the memory of {}", others.join(" and ")));
+    }
     let memory = cards.memory_of(description);
     let memory = match description.kind {
         CardKind::Cuda => memory.to_string(),

@@ -144,11 +144,11 @@ impl Pass {
         })
     }
 
-    /// Keeps a card for a job that waits for a second one: no later job of the pass starts there. Of cards that are alike only one is
-    /// held, by the first such job: two jobs that hold a card each would wait for each other.
+    /// Keeps a card for a job that waits for a second one: no later job of the pass starts there. Of cards that can compute
+    /// together only one is held, by the first such job: two jobs that hold a card each would wait for each other.
     fn hold(&mut self, view: &View<'_>, card: usize) {
         let mut held = (0..self.ahead.len()).filter(|held| self.ahead[*held].is_infinite());
-        if !held.any(|held| view.are_alike(held, card)) {
+        if !held.any(|held| view.can_compute_together(held, card)) {
             self.ahead[card] = f64::INFINITY;
         }
     }

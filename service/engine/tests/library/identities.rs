@@ -59,6 +59,7 @@ fn card(dtype: &str) -> CardDescription {
         total: Bytes::gib(1),
         compute_capability: None,
         compute_dtype: dtype.into(),
+        peers: gpu::Peers::none(),
     }
 }
 

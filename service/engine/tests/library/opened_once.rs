@@ -42,6 +42,7 @@ fn card() -> CardDescription {
         total: Bytes::gib(1),
         compute_capability: None,
         compute_dtype: "f32".into(),
+        peers: gpu::Peers::none(),
     }
 }
 

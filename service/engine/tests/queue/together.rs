@@ -6,7 +6,7 @@ use engine::Error;
 use engine::job::{JobEventKind, JobReport, JobSpec};
 use engine::messages::{Command, Event, Failure, Order, Outcome, Progress, Shortage, Ticket, Together, Work};
 use engine::queue::{Job, Queue, Settings};
-use gpu::{CardDescription, CardKind};
+use gpu::{CardDescription, CardKind, Peers};
 use residency::{Bytes, WaitCause};
 
 use crate::fixture::{load, picture, run_of};
@@ -634,6 +634,54 @@ async fn a_request_of_two_cards_is_refused_where_no_two_could_run_it() {
         refused.contains("no other card is of the kind of sim:2"),
         "{refused}"
     );
+}
+
+fn reaching(card: usize, others: &[usize]) -> CardDescription {
+    let ids = others.iter().map(|other| description(*other).id);
+    CardDescription {
+        peers: Peers::Only(ids.collect()),
+        ..description(card)
+    }
+}
+
+/// Each of two cards writes to the memory of the other: one direction is not enough.
+#[tokio::test(start_paused = true)]
+async fn a_request_of_two_cards_is_refused_where_they_do_not_reach_each_other() {
+    for reached in [&[][..], &[1][..]] {
+        let (queue, _workers) = cards([reaching(0, reached), reaching(1, &[])]).await;
+        let refused = queue.submit(on_two("me", "a cat")).await.err().unwrap();
+        assert_eq!(
+            refused.to_string(),
+            "cards: is 2, and this service has no two cards that reach each other's memory: leave it out"
+        );
+        at_rest(&queue).await;
+    }
+    let (queue, _workers) = cards([reaching(0, &[1]), reaching(1, &[0]), reaching(2, &[])]).await;
+    let mut spec = on_two("me", "a cat");
+    spec.options.card_hint = "sim:2".into();
+    let refused = queue.submit(spec).await.err().unwrap().to_string();
+    assert!(
+        refused.contains("no other card of its kind reaches the memory of sim:2"),
+        "{refused}"
+    );
+    at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn two_cards_that_reach_each_other_are_taken_of_three_of_a_kind() {
+    let (queue, mut workers) = cards([reaching(0, &[]), reaching(1, &[2]), reaching(2, &[1])]).await;
+    let mut spec = on_two("me", "a cat");
+    spec.options.card_hint = "sim:1".into();
+    let mut job = queue.submit(spec).await.unwrap();
+    workers[1].work(1).await;
+    let [_, one, other] = &mut workers;
+    let orders = [one.order().await, other.order().await];
+    check_parts([&orders[0], &orders[1]]);
+    other.complete(&orders[1]);
+    one.complete(&orders[0]);
+    one.work(1).await;
+    end(&mut job).await.unwrap();
+    at_rest(&queue).await;
 }
 
 #[tokio::test(start_paused = true)]

@@ -12,7 +12,7 @@ use engine::messages::{
 };
 use engine::need::Need;
 use engine::queue::{CardPort, CardSignal, CardSlot, Job, Queue, Settings, Signal};
-use gpu::{CardDescription, CardKind, CardSpeeds, Unloaded};
+use gpu::{CardDescription, CardKind, CardSpeeds, Peers, Unloaded};
 use model::{Piece, Rung, StagePlan, Values};
 use pipelines::FamilyList;
 use residency::{
@@ -137,6 +137,7 @@ pub fn description(card: usize) -> CardDescription {
         total: CARD,
         compute_capability: None,
         compute_dtype: "f32".into(),
+        peers: Peers::All,
     }
 }
 

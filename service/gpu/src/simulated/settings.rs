@@ -40,6 +40,8 @@ pub struct SimulatedSettings {
     pub largest: Option<Bytes>,
     /// `remaps=no`: memory is not remapped, so that each allocation needs free addresses in one piece ([`residency::Layout`]).
     pub remaps: bool,
+    /// `peers=no`: it cannot write to the memory of other cards, which stages on two cards need.
+    pub has_peers: bool,
     /// `foreign`: bytes held by other processes from the start.
     pub foreign: Bytes,
     /// `world`: a file of foreign holders, read with each memory reading; see [`super::SimulatedWorld::follow`].
@@ -86,8 +88,8 @@ pub enum SettingsError {
     /// An unknown option.
     #[error(
         "a simulated card has no option {given:?}; there are speed=, disk=, compute=, capability=, lag=, release=, largest=, foreign=, context=, workspaces=, \
-         slack=keep, remaps=no, fail-load=, die-at=, hang-at=, lose-at=, poison-at=, leak-at=, escape-at=, die-generations=, world=, \
-         index="
+         slack=keep, remaps=no, peers=no, fail-load=, die-at=, hang-at=, lose-at=, poison-at=, leak-at=, escape-at=, \
+         die-generations=, world=, index="
     )]
     UnknownOption { given: String },
     /// An invalid value of a known option.
@@ -120,6 +122,7 @@ impl SimulatedSettings {
             release_ms: 0,
             largest: None,
             remaps: true,
+            has_peers: true,
             foreign: Bytes::ZERO,
             world: None,
             fail_loads: Vec::new(),
@@ -177,6 +180,8 @@ impl SimulatedSettings {
             "slack" => return Err(wrong("slack=keep")),
             "remaps" if value == "no" => self.remaps = false,
             "remaps" => return Err(wrong("remaps=no")),
+            "peers" if value == "no" => self.has_peers = false,
+            "peers" => return Err(wrong("peers=no")),
             "world" if value.is_empty() => return Err(wrong("the path of a file")),
             "world" => self.world = Some(PathBuf::from(value)),
             "index" => self.index = value.parse().map_err(|_| wrong("a number"))?,
@@ -305,6 +310,9 @@ impl fmt::Display for SimulatedSettings {
         }
         if !self.remaps {
             f.write_str(",remaps=no")?;
+        }
+        if !self.has_peers {
+            f.write_str(",peers=no")?;
         }
         if let Some(world) = &self.world {
             write!(f, ",world={}", world.display())?;

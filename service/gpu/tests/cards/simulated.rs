@@ -437,6 +437,7 @@ fn invalid_settings_are_refused_with_the_allowed_values() {
         ("sim:1GiB,die-at=denoise:x", "denoise:2"),
         ("sim:1GiB,slack=no", "slack=keep"),
         ("sim:1GiB,remaps=yes", "remaps=no"),
+        ("sim:1GiB,peers=all", "peers=no"),
         ("sim:1GiB,foreign=2GiB", "exceed"),
         ("sim:0", "too little"),
         ("cpu:24", "too little"),
@@ -662,6 +663,7 @@ proptest! {
         settings.largest = (sizes[5] % 2 == 0).then_some(Bytes(sizes[3]));
         settings.keeps_slack = slack;
         settings.remaps = sizes[5] % 3 != 0;
+        settings.has_peers = sizes[4] % 3 != 0;
         settings.index = numbers[0] as u32;
         settings.die_generations = numbers[1];
         for (i, how) in [gpu::LoadFailure::OutOfMemory, gpu::LoadFailure::Io, gpu::LoadFailure::Damaged]

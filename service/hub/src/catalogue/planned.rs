@@ -59,6 +59,7 @@ fn card(is_f32: bool) -> CardDescription {
         total: Bytes::ZERO,
         compute_capability: None,
         compute_dtype: if is_f32 { "f32" } else { "bf16" }.to_owned(),
+        peers: gpu::Peers::none(),
     }
 }
 

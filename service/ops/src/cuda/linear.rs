@@ -351,7 +351,7 @@ impl Order {
 
 /// Computes the low-rank terms of layers over the same rows; all layers have the same number of terms. Adds them to the results
 /// or (the first, unless `adds`) overwrites the results, and applies the activation. Terms of several layers are two batched
-/// products, if they have the same shapes and equal strides.
+/// products where they are alike.
 fn add_terms(
     x: &Tensor,
     layers: &[&LinearLayer<'_>],
@@ -361,134 +361,20 @@ fn add_terms(
     scratch: &Scratch,
 ) -> Result<()> {
     let terms = layers.first().map_or(0, |layer| layer.low_rank.len());
-    for term in 0..terms {
-        let adds = adds || term > 0;
-        let is_last = term + 1 == terms;
+    for number in 0..terms {
+        let is_last = number + 1 == terms;
         let then = if is_last { then } else { Epilogue::None };
-        let of_layers: Vec<LowRank> = layers.iter().map(|layer| layer.low_rank[term].clone()).collect();
-        if of_layers.len() > 1 && add_term(x, &of_layers, outs, (then, adds), scratch)? {
-            continue;
-        }
-        for (term, out) in of_layers.iter().zip(outs) {
-            if !add_term(x, std::slice::from_ref(term), &[out], (then, adds), scratch)? {
-                candle_core::bail!(
-                    "cuBLASLt has no algorithm for a low-rank term of {:?}",
-                    term.up.dims()
-                );
-            }
-        }
+        let parts = layers.iter().zip(outs);
+        let parts: Vec<TermOf<'_>> = parts
+            .map(|(layer, out)| (x, *out, &layer.low_rank[number]))
+            .collect();
+        add_each(&parts, (then, adds || number > 0), scratch)?;
     }
     Ok(())
 }
 
-/// Adds one low-rank term to each of several results, or overwrites them; `false` if one batched product cannot do it.
-fn add_term(
-    x: &Tensor,
-    terms: &[LowRank],
-    outs: &[&Tensor],
-    (then, adds): (Epilogue, bool),
-    scratch: &Scratch,
-) -> Result<bool> {
-    let (Some(first), Some(out)) = (terms.first(), outs.first()) else {
-        return Ok(true);
-    };
-    let device = x.device().as_cuda_device()?;
-    let (rank, inputs) = first.down.dims2()?;
-    let outputs = first.up.dims()[0];
-    let size = x.dtype().size_in_bytes();
-    let mut at = Vec::with_capacity(terms.len());
-    for (term, to) in terms.iter().zip(outs) {
-        let is_alike = term.down.dims() == first.down.dims()
-            && term.up.dims() == first.up.dims()
-            && term.factor.to_bits() == first.factor.to_bits()
-            && to.layout().stride() == out.layout().stride();
-        if !is_alike {
-            return Ok(false);
-        }
-        at.push([address_of(&term.down)?, address_of(&term.up)?, address_of(to)?]);
-    }
-    let Some([downs, ups, results]) = distances(&at, size) else {
-        return Ok(false);
-    };
-    let card = Card::of(device)?;
-    let stream = device.cuda_stream();
-    let rows = Rows::of(x, inputs)?;
-    let tokens = rows.count();
-    let layer = Layer {
-        device,
-        card: &card,
-        stream: &stream,
-        outputs,
-        bias: None,
-        then,
-        adds: false,
-        out,
-        scratch,
-    };
-    let up = layer.shape(rows, inputs, layer.numbers()?)?;
-    if terms.len() > 1 && up.batch != 1 {
-        return Ok(false);
-    }
-    // Rows of `x` in separate matrices stay separate: the projected rows of one matrix follow those of another.
-    let projected = scratch.place(0, terms.len() * tokens * rank * size)?;
-    let batch = terms.len().max(up.batch);
-    let down = ProductShape {
-        batch,
-        outputs: rank,
-        x_batch: if terms.len() > 1 { 0 } else { up.x_batch },
-        out_row: rank,
-        out_batch: up.tokens * rank,
-        added_batch: up.tokens * rank,
-        weight_batch: downs,
-        bias_batch: 0,
-        finish: ProductEpilogue::Nothing,
-        ..up
-    };
-    let places = At {
-        weight: at[0][0],
-        x: address_of(x)?,
-        out: projected,
-        bias: None,
-        scales: None,
-        factor: first.factor as f32,
-        added: None,
-        workspace: card.workspace(device)?,
-    };
-    if !layer.try_to(&down, ProductEpilogue::Nothing, &places)? {
-        return Ok(false);
-    }
-    let out_batch = if terms.len() > 1 { results } else { up.out_batch };
-    let up = ProductShape {
-        batch,
-        inputs: rank,
-        x_row: rank,
-        x_batch: up.tokens * rank,
-        weight_batch: ups,
-        out_batch,
-        added_batch: out_batch,
-        bias_batch: 0,
-        ..up
-    };
-    let places = At {
-        weight: at[0][1],
-        x: projected,
-        out: at[0][2],
-        factor: 1.0,
-        added: adds.then_some(at[0][2]),
-        ..places
-    };
-    let finish = layer.finish();
-    if layer.try_to(&up, finish, &places)? {
-        return match finish {
-            ProductEpilogue::Nothing => layer.finish_each(outs).map(|()| true),
-            _ => Ok(true),
-        };
-    }
-    if !layer.try_to(&up, ProductEpilogue::Nothing, &places)? {
-        return Ok(false);
-    }
-    layer.finish_each(outs).map(|()| true)
-}
+/// Rows, the results of a layer over them, and one of its terms.
+type TermOf<'a> = (&'a Tensor, &'a Tensor, &'a LowRank);
 
 /// Rows, the results that terms are added to, and the terms.
 type AddedTo<'a> = (&'a Tensor, &'a Tensor, &'a [LowRank]);
@@ -497,30 +383,38 @@ type AddedTo<'a> = (&'a Tensor, &'a Tensor, &'a [LowRank]);
 /// products where they are alike.
 pub(crate) fn add_low_rank(parts: &[AddedTo<'_>], scratch: &Scratch) -> Result<()> {
     let most = parts.iter().map(|(_, _, terms)| terms.len()).max();
-    for term in 0..most.unwrap_or(0) {
-        let with_term = parts.iter().filter_map(|(x, out, terms)| {
-            let term = terms.get(term)?;
-            Some((*x, *out, std::slice::from_ref(term)))
-        });
-        let with_term: Vec<AddedTo<'_>> = with_term.collect();
-        if with_term.len() > 1 && add_term_of_each(&with_term, scratch)? {
-            continue;
-        }
-        for (x, out, term) in with_term {
-            if !add_term(x, term, &[out], (Epilogue::None, true), scratch)? {
-                let shape = term.first().map(|term| term.up.shape());
-                candle_core::bail!("cuBLASLt has no algorithm for a low-rank term of {shape:?}");
-            }
+    for number in 0..most.unwrap_or(0) {
+        let with_term = parts
+            .iter()
+            .filter_map(|(x, out, terms)| Some((*x, *out, terms.get(number)?)));
+        let with_term: Vec<TermOf<'_>> = with_term.collect();
+        add_each(&with_term, (Epilogue::None, true), scratch)?;
+    }
+    Ok(())
+}
+
+/// Adds a term to each of several results, or overwrites them, and applies the activation: at once, or one after the other.
+fn add_each(parts: &[TermOf<'_>], how: (Epilogue, bool), scratch: &Scratch) -> Result<()> {
+    if parts.len() > 1 && add_at_once(parts, how, scratch)? {
+        return Ok(());
+    }
+    for part in parts {
+        if !add_at_once(std::slice::from_ref(part), how, scratch)? {
+            let (_, _, term) = part;
+            candle_core::bail!(
+                "cuBLASLt has no algorithm for a low-rank term of {:?}",
+                term.up.dims()
+            );
         }
     }
     Ok(())
 }
 
-/// Adds the one term of each part to the results of its rows, as two batched products; `false`, and nothing is added, if these cannot do
-/// it: parts of other shapes, or at other distances.
-fn add_term_of_each(parts: &[AddedTo<'_>], scratch: &Scratch) -> Result<bool> {
-    let Some((x, out, [first])) = parts.first().copied() else {
-        return Ok(false);
+/// As [`add_each`], as two batched products; `false`, and nothing is changed, if these cannot do it: parts of other shapes, or at
+/// other distances.
+fn add_at_once(parts: &[TermOf<'_>], (then, adds): (Epilogue, bool), scratch: &Scratch) -> Result<bool> {
+    let Some(&(x, out, first)) = parts.first() else {
+        return Ok(true);
     };
     let device = x.device().as_cuda_device()?;
     let (rank, inputs) = first.down.dims2()?;
@@ -528,10 +422,7 @@ fn add_term_of_each(parts: &[AddedTo<'_>], scratch: &Scratch) -> Result<bool> {
     let size = x.dtype().size_in_bytes();
     let (rows, results) = (Rows::of(x, inputs)?, Rows::of(out, outputs)?);
     let mut at = Vec::with_capacity(parts.len());
-    for (x, out, terms) in parts {
-        let [term] = terms else {
-            return Ok(false);
-        };
+    for (x, out, term) in parts {
         let is_like = |rows: Rows, first: Rows| {
             Rows {
                 start: first.start,
@@ -546,8 +437,7 @@ fn add_term_of_each(parts: &[AddedTo<'_>], scratch: &Scratch) -> Result<bool> {
         if !is_alike {
             return Ok(false);
         }
-        let places = [*x, &term.down, &term.up, *out].map(address_of);
-        let [x, down, up, out] = places;
+        let [x, down, up, out] = [*x, &term.down, &term.up, *out].map(address_of);
         at.push([x?, down?, up?, out?]);
     }
     let Some([xs, downs, ups, outs]) = distances(&at, size) else {
@@ -561,24 +451,28 @@ fn add_term_of_each(parts: &[AddedTo<'_>], scratch: &Scratch) -> Result<bool> {
         stream: &stream,
         outputs,
         bias: None,
-        then: Epilogue::None,
+        then,
         adds: false,
         out,
         scratch,
     };
     let one = layer.shape(rows, inputs, layer.numbers()?)?;
-    if one.batch != 1 {
-        return Ok(false);
-    }
-    let of_part = one.tokens * rank;
-    let projected = scratch.place(0, parts.len() * of_part * size)?;
+    // The matrices of a part are a batch of their own.
+    let (batch, x_batch, out_batch) = match (parts.len(), one.batch) {
+        (1, batch) => (batch, one.x_batch, one.out_batch),
+        (count, 1) => (count, xs, outs),
+        _ => return Ok(false),
+    };
+    // Rows of `x` in separate matrices stay separate: the projected rows of one matrix follow those of another.
+    let of_matrix = one.tokens * rank;
+    let projected = scratch.place(0, batch * of_matrix * size)?;
     let down = ProductShape {
-        batch: parts.len(),
+        batch,
         outputs: rank,
-        x_batch: xs,
+        x_batch,
         out_row: rank,
-        out_batch: of_part,
-        added_batch: of_part,
+        out_batch: of_matrix,
+        added_batch: of_matrix,
         weight_batch: downs,
         ..one
     };
@@ -596,12 +490,12 @@ fn add_term_of_each(parts: &[AddedTo<'_>], scratch: &Scratch) -> Result<bool> {
         return Ok(false);
     }
     let up = ProductShape {
-        batch: parts.len(),
+        batch,
         inputs: rank,
         x_row: rank,
-        x_batch: of_part,
-        out_batch: outs,
-        added_batch: outs,
+        x_batch: of_matrix,
+        out_batch,
+        added_batch: out_batch,
         weight_batch: ups,
         ..one
     };
@@ -610,10 +504,18 @@ fn add_term_of_each(parts: &[AddedTo<'_>], scratch: &Scratch) -> Result<bool> {
         x: projected,
         out: at[0][3],
         factor: 1.0,
-        added: Some(at[0][3]),
+        added: adds.then_some(at[0][3]),
         ..places
     };
-    layer.try_to(&up, ProductEpilogue::Nothing, &places)
+    let finish = layer.finish();
+    if finish != ProductEpilogue::Nothing && layer.try_to(&up, finish, &places)? {
+        return Ok(true);
+    }
+    if !layer.try_to(&up, ProductEpilogue::Nothing, &places)? {
+        return Ok(false);
+    }
+    let each: Vec<&Tensor> = parts.iter().map(|(_, out, _)| *out).collect();
+    layer.finish_each(&each).map(|()| true)
 }
 
 /// Distances in elements between the addresses of each kind, where they are equal; 0 for a single address.

@@ -40,14 +40,11 @@ impl FluxModel {
                 let generated = picture - self.reference_tokens(image);
                 let blocks = self.transformer.blocks();
                 let attention = AttentionPrecision::asked(request);
-                let of_blocks = blocks.planned(tokens + picture, generated, dtype);
-                let mut planned: Vec<Planned> = of_blocks
-                    .into_iter()
-                    .map(|shape| attention.planned(shape))
-                    .collect();
+                let mut planned = blocks.planned(tokens + picture, generated, (dtype, attention));
                 for (_, _, net) in self.controls_of(request, image) {
                     let all = net.config.text_tokens(tokens) + generated;
-                    planned.extend(net.config.trunk.blocks().planned(all, all, dtype));
+                    let in_full = (dtype, AttentionPrecision::Full);
+                    planned.extend(net.config.trunk.blocks().planned(all, all, in_full));
                 }
                 if request.preview {
                     // At half the size.

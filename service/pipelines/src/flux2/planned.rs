@@ -43,11 +43,8 @@ impl Flux2Model {
                 let references: usize = places(request, image).iter().map(|place| place.tokens()).sum();
                 let tokens = text + generated + references;
                 let attention = AttentionPrecision::asked(request);
-                let of_blocks = self.transformer.blocks().planned(tokens, generated, dtype);
-                let mut planned: Vec<Planned> = of_blocks
-                    .into_iter()
-                    .map(|shape| attention.planned(shape))
-                    .collect();
+                let blocks = self.transformer.blocks();
+                let mut planned = blocks.planned(tokens, generated, (dtype, attention));
                 if request.preview {
                     // At half the size.
                     planned.extend(autoencoder.planned_to_preview(image));

@@ -373,10 +373,13 @@ impl HunyuanModel {
             let (rows, others) = ((rows, tokens.others), tokens.others);
             let refined = match self.transformer.num_refiner_layers {
                 0 => Vec::new(),
-                _ => blocks.planned_in(rows, (tokens.text, tokens.text, 0), dtype),
+                _ => {
+                    let in_full = (dtype, AttentionPrecision::Full);
+                    blocks.planned_in(rows, (tokens.text, tokens.text, 0), in_full)
+                }
             };
-            let all = blocks.planned_in(rows, (tokens.all(), tokens.sampled, others), dtype);
-            let all = all.into_iter().map(|shape| attention.planned(shape));
+            let of_text = (tokens.all(), tokens.sampled, others);
+            let all = blocks.planned_in(rows, of_text, (dtype, attention));
             for shape in refined.into_iter().chain(all) {
                 if !planned.contains(&shape) {
                     planned.push(shape);

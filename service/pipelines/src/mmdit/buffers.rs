@@ -120,14 +120,14 @@ impl Buffers {
         (2 * shape.width() * rows * number) as u64
     }
 
-    /// Shapes of the attention over the tokens of one picture and its text, of which `needed` are needed after the blocks, in
+    /// Shapes of the attention, as a request asks for it, over the tokens of one picture and its text, of which `needed` are needed after the blocks, in
     /// buffers of `rows` rows: those of the longest text. They have space for `others` tokens of another card, of which so many are
     /// attended to.
     pub(crate) fn planned(
         shape: &BlocksShape,
         (tokens, needed, attended): (usize, usize, usize),
         (rows, others): (usize, usize),
-        dtype: DType,
+        (dtype, attention): (DType, AttentionPrecision),
     ) -> Vec<Planned> {
         let by_head = (shape.heads, shape.head);
         let (joint, wide) = (3 + shape.design.gated(), shape.design.wide());
@@ -142,7 +142,8 @@ impl Buffers {
             queries: needed,
             ..all.clone()
         });
-        std::iter::once(all).chain(last).map(Planned::Attention).collect()
+        let shapes = std::iter::once(all).chain(last).map(Planned::Attention);
+        shapes.map(|shape| attention.planned(shape)).collect()
     }
 
     /// Workspace of linear layers.

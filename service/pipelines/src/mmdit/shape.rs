@@ -6,6 +6,7 @@ use model::{ComponentSet, Flops};
 use ops::Planned;
 
 use super::buffers::Buffers;
+use crate::attention::AttentionPrecision;
 use crate::checkpoint::{QuantizeRole, numbered};
 use crate::sampling::flops_of_attention;
 
@@ -114,9 +115,14 @@ impl BlocksShape {
         (vectors * self.width() * dtype.size_in_bytes()) as u64 * u64::from(steps)
     }
 
-    /// Shapes of the attention over all tokens of one item, of which `needed` are needed after the blocks.
-    pub(crate) fn planned(&self, tokens: usize, needed: usize, dtype: DType) -> Vec<Planned> {
-        self.planned_in((tokens, 0), (tokens, needed, 0), dtype)
+    /// Shapes of the attention over all tokens of one item, as a request asks for it, of which `needed` are needed after the blocks.
+    pub(crate) fn planned(
+        &self,
+        tokens: usize,
+        needed: usize,
+        as_asked: (DType, AttentionPrecision),
+    ) -> Vec<Planned> {
+        self.planned_in((tokens, 0), (tokens, needed, 0), as_asked)
     }
 
     /// The same in buffers of `rows` rows, which are those of a longer text, with space for `others` tokens of another card: the
@@ -125,9 +131,9 @@ impl BlocksShape {
         &self,
         (rows, others): (usize, usize),
         (tokens, needed, attended): (usize, usize, usize),
-        dtype: DType,
+        as_asked: (DType, AttentionPrecision),
     ) -> Vec<Planned> {
-        Buffers::planned(self, (tokens, needed, attended), (rows, others), dtype)
+        Buffers::planned(self, (tokens, needed, attended), (rows, others), as_asked)
     }
 
     /// Bytes that `others` tokens of another card take in the buffers of a step, and the most that is exchanged for them at a time.

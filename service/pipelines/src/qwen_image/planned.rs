@@ -39,13 +39,13 @@ impl QwenImageModel {
                     return Vec::new();
                 };
                 let tokens = self.tokens(&prompts, image);
+                let blocks = self.transformer.blocks();
+                let as_asked = (dtype, AttentionPrecision::asked(request));
                 // The negative prompt comes first.
                 for prompt in prompts.negative.iter().chain([&prompts.prompt]) {
                     let all = tokens.all() - tokens.text + prompt.used();
-                    let blocks = self.transformer.blocks();
-                    let shapes = blocks.planned_in((tokens.all(), 0), (all, tokens.generated, 0), dtype);
-                    let attention = AttentionPrecision::asked(request);
-                    shapes.into_iter().for_each(|shape| add(attention.planned(shape)));
+                    let shapes = blocks.planned_in((tokens.all(), 0), (all, tokens.generated, 0), as_asked);
+                    shapes.into_iter().for_each(&mut add);
                 }
                 if request.preview {
                     // At half the size.

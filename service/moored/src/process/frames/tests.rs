@@ -404,6 +404,7 @@ fn from_worker() -> Vec<FromWorker> {
                 total: Bytes::gib(80),
                 compute_capability: Some((9, 0)),
                 compute_dtype: "bf16".to_owned(),
+                peers: gpu::Peers::Only(["GPU-2b".to_owned()].into()),
             },
             attention: "own kernels: libcudnn.so.9 cannot be loaded".to_owned(),
             speeds: gpu::CardSpeeds {
