@@ -94,7 +94,9 @@ def test_a_model_that_is_busy_goes_to_a_second_box(proxy: Proxy, boxes: Boxes) -
             client.generate_image("x", model=model, **SMALL)
 
         def generate(_: int) -> str:
-            return client.box_of(client.generate_image("x", model="slow", **SMALL).job_id)
+            # All come before the first of them ends.
+            asked = SMALL | {"steps": 5}
+            return client.box_of(client.generate_image("x", model="slow", **asked).job_id)
 
         used = Counter(threads.map(generate, range(12)))
     assert len(used) > 1, used
@@ -238,7 +240,7 @@ def test_a_box_that_drains_ends_its_jobs_and_gets_no_new_ones(
         kept = client.generate_image("x", model="slow", keep_latent=True, **SMALL)
         (latent,) = kept.latents
         box = name_of(client.box_of(latent), own_boxes, latent)
-        stream = client.stream_image("x", model="slow", width=64, height=64, steps=15)
+        stream = client.stream_image("x", model="slow", width=64, height=64, steps=30)
         for event in stream:
             if isinstance(event, moored.Step):
                 break
@@ -260,7 +262,7 @@ def test_a_box_that_drains_ends_its_jobs_and_gets_no_new_ones(
 def test_a_box_that_gives_notice_refuses_no_job(kind: str, models: Path, tmp_path: Path) -> None:
     """SIGTERM alone, without a word to the proxy, while jobs come without a pause."""
     names, ended = ("a", "b"), threading.Event()
-    boxes = Boxes(tmp_path / "boxes", models, "--set", "service.notice=2s", names=names)
+    boxes = Boxes(tmp_path / "boxes", models, "--set", "service.notice=6s", names=names)
 
     def generate(number: int) -> int:
         done = 0

@@ -75,7 +75,7 @@ class Encrypted:
             role: make_token(self.state, role, role=role) for role in ("observe", "generate")
         }
         self.service = Service(
-            *("--set", "service.own_certificate=true", "--set", "limits.handshake=2s"),
+            *("--set", "service.own_certificate=true", "--set", "limits.handshake=10s"),
             *("--models", str(INSTANT_MODELS)),
             state=self.state,
             devices=SIM,

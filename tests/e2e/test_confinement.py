@@ -93,12 +93,12 @@ def outcomes_of_a_takeover(
         token = secrets.token.read_text(encoding="utf-8").strip()
         with service.client(token=token) as client:
             client.generate_image("a boat", model="small", **QUICK)
-        escape = re.compile(r'tries to escape place="?\w+"? what="([^"]+)" outcome=(.+)')
-        told = (escape.search(line) for line in service.log)
-        found = {match[1]: match[2].strip() for match in told if match}
     finally:
         assert service.stop() == 0
-    return found
+    # Its log is whole only now.
+    escape = re.compile(r'tries to escape place="?\w+"? what="([^"]+)" outcome=(.+)')
+    told = (escape.search(line) for line in service.log)
+    return {match[1]: match[2].strip() for match in told if match}
 
 
 @needs_landlock

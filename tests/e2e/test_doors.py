@@ -91,7 +91,7 @@ def test_connections_that_never_make_a_call_keep_nobody_out(
 def test_a_connection_without_a_call_with_the_token_is_closed_although_it_answers(
     simulate: Simulate, opened: ExitStack, tmp_path: Path
 ) -> None:
-    service = with_token(simulate, tmp_path, "limits.handshake=500ms")
+    service = with_token(simulate, tmp_path, "limits.handshake=5s")
     called, answers = (Http2(service.address, token=token) for token in (TOKEN, ""))
     for each in (called, answers):
         opened.callback(each.close)

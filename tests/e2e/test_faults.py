@@ -65,7 +65,7 @@ def test_a_killed_worker_fails_no_job(simulate: Simulate) -> None:
     with simulate().client() as client, ThreadPoolExecutor() as threads:
         client.pin("small")
         client.load("small")
-        with running(client, steps=60) as stream:
+        with running(client, steps=100) as stream:
             queued = threads.submit(
                 client.generate_image, "behind", model="small", timeout=DEADLINE_S
             )
@@ -146,19 +146,19 @@ def test_latents_outlive_a_worker(simulate: Simulate) -> None:
 
 
 def test_a_worker_that_hangs_is_replaced(simulate: Simulate) -> None:
-    service = simulate("sim:24GiB,hang-at=denoise:1", arguments=("--set", "queue.stall_limit=3s"))
+    service = simulate("sim:24GiB,hang-at=denoise:1", arguments=("--set", "queue.stall_limit=8s"))
     with service.client() as client:
         began = time.monotonic()
         events = list(client.stream_image("hangs", model="small", timeout=DEADLINE_S))
         assert retries(events) == [("WORKER_DIED", "denoise")]
         assert isinstance(events[-1], moored.Done)
-        assert 2.9 <= time.monotonic() - began < 30
+        assert 7.9 <= time.monotonic() - began < 60
         assert_at_rest(client)
 
 
 def test_a_frozen_worker_is_replaced_although_it_reads_nothing(simulate: Simulate) -> None:
     """A full pipe to the worker must not block its replacement."""
-    service = simulate("sim:24GiB", arguments=("--set", "queue.stall_limit=3s"))
+    service = simulate("sim:24GiB", arguments=("--set", "queue.stall_limit=8s"))
     with service.client() as client:
         client.load("small")
         pid = client.status().cards[0].worker_pid
@@ -216,14 +216,16 @@ def test_a_card_that_is_lost_is_opened_again(simulate: Simulate) -> None:
 
 def test_the_death_of_a_worker_does_not_affect_another_card(simulate: Simulate) -> None:
     with simulate("sim:24GiB", "sim:24GiB,index=1").client() as client:
-        client.wait_until_ready(card="sim:1")
+        for name in ("sim:0", "sim:1"):
+            client.wait_until_ready(card=name)
+        cards = {card.id: card for card in client.status().cards}
+        other_pid = cards["sim:1"].worker_pid
+        assert 0 != cards["sim:0"].worker_pid != other_pid != 0
         with (
-            running(client, card="sim:0", steps=60) as dies,
-            running(client, card="sim:1", steps=60) as lives,
+            running(client, card="sim:1", steps=150) as lives,
+            # The last to begin, as it must not have ended when its worker is killed.
+            running(client, card="sim:0", steps=100) as dies,
         ):
-            cards = {card.id: card for card in client.status().cards}
-            other_pid = cards["sim:1"].worker_pid
-            assert 0 != cards["sim:0"].worker_pid != other_pid != 0
             kill_worker(client, 0)
             there, here = list(lives), list(dies)
         assert retries(there) == []
@@ -371,7 +373,7 @@ def test_a_client_that_disconnects_ends_its_job(simulate: Simulate, how: signal.
 
 def test_a_detached_job_goes_on_and_is_joined_by_its_key(simulate: Simulate) -> None:
     with simulate().client() as client:
-        options: dict[str, object] = {"steps": 60, "seed": 5, "idempotency_key": "once"}
+        options: dict[str, object] = {"steps": 100, "seed": 5, "idempotency_key": "once"}
         with running(client, detach=True, **options) as stream:
             stream.close()
         assert [job.id for job in client.jobs()] == [stream.job_id], "it goes on"
@@ -397,8 +399,8 @@ def test_a_detached_job_goes_on_and_is_joined_by_its_key(simulate: Simulate) -> 
 def test_a_joined_job_goes_on_when_one_of_two_leaves(simulate: Simulate) -> None:
     with simulate().client() as client:
         with (
-            running(client, steps=60, seed=1, idempotency_key="k") as one,
-            running(client, steps=60, seed=1, idempotency_key="k") as two,
+            running(client, steps=100, seed=1, idempotency_key="k") as one,
+            running(client, steps=100, seed=1, idempotency_key="k") as two,
         ):
             assert one.job_id == two.job_id
             one.close()
@@ -416,7 +418,7 @@ def test_a_deadline_passes_in_the_queue(simulate: Simulate) -> None:
             began = time.monotonic()
             # Long enough to be accepted before: the error is to name the job.
             with pytest.raises(moored.Deadline) as late:
-                client.generate_image("late", model="small", width=128, timeout=2)
+                client.generate_image("late", model="small", width=128, timeout=5)
             assert time.monotonic() - began < 30
             status = until(client, lambda status: len(status.jobs) == 1)
             assert status.jobs[0].id == stream.job_id
@@ -429,7 +431,7 @@ def test_a_deadline_passes_in_a_running_job(simulate: Simulate) -> None:
     with simulate().client() as client:
         began = time.monotonic()
         with pytest.raises(moored.Deadline) as late:
-            client.generate_image("late", model="slow", steps=200, count=10, timeout=2)
+            client.generate_image("late", model="slow", steps=200, count=10, timeout=5)
         assert time.monotonic() - began < 30
         until(client, lambda status: status.jobs == ())
         assert ended(client, late.value.job_id).state in ("failed", "cancelled")

@@ -34,7 +34,11 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     models.mkdir()
     model = json.loads((INSTANT_MODELS / "video.instant.json").read_text(encoding="utf-8"))
     model |= {"sound": True, "steps_ms": 30}
-    for name, more in (("talkie", {}), ("sections", {"sections": 3})):
+    for name, more in (
+        ("talkie", {}),
+        ("sections", {"sections": 3}),
+        ("slow-talkie", {"steps_ms": 1000}),
+    ):
         text = json.dumps(model | more | {"name": name})
         (models / f"{name}.instant.json").write_text(text, encoding="utf-8")
     folders = ("--models", str(INSTANT_MODELS), "--models", str(models))
@@ -138,13 +142,23 @@ def test_several_films_have_each_their_sound(client: moored.Client) -> None:
         assert alone.mp4 == film.mp4
 
 
+@pytest.fixture(scope="module")
+def undisturbed(client: moored.Client) -> moored.VideoResult:
+    """A film of `slow-talkie`, each of whose decodes goes on for three seconds after its first piece."""
+    return client.generate_video("x", model="slow-talkie", steps=1, seed=7)
+
+
 @pytest.mark.parametrize(("killed_in", "stage"), [("", "decode"), ("sound", "decode_sound")])
 @pytest.mark.parametrize("output", ["raw", "raw+mp4"])
 def test_a_worker_killed_in_a_decode_loses_neither_frames_nor_samples(
-    client: moored.Client, killed_in: str, stage: str, output: Any
+    client: moored.Client,
+    undisturbed: moored.VideoResult,
+    killed_in: str,
+    stage: str,
+    output: Any,
 ) -> None:
-    whole = client.generate_video("x", model="talkie", seed=7)
-    with client.stream_video("x", model="talkie", seed=7, output=output) as stream:
+    asked: dict[str, Any] = {"model": "slow-talkie", "steps": 1, "seed": 7}
+    with client.stream_video("x", output=output, **asked) as stream:
         events: list[moored.Event] = []
         for event in stream:
             events.append(event)
@@ -154,14 +168,14 @@ def test_a_worker_killed_in_a_decode_loses_neither_frames_nor_samples(
         events.extend(stream)
     assert retries(events) == [("WORKER_DIED", stage)]
     result = stream.result()
-    assert (result.array == whole.array).all()
-    assert (assert_heard(result.audio) == assert_heard(whole.audio)).all()
+    assert (result.array == undisturbed.array).all()
+    assert (assert_heard(result.audio) == assert_heard(undisturbed.audio)).all()
     # Each byte once.
     arrived = sum(len(piece.chunk) for piece in pieces_of(events, "sound"))
     assert result.audio is not None
     assert arrived == len(result.audio.data)
     if output == "raw+mp4":
-        assert result.mp4 == whole.mp4
+        assert result.mp4 == undisturbed.mp4
     assert_at_rest(client)
 
 

@@ -85,7 +85,7 @@ def test_a_picture_is_that_of_grpc(service: Service, ai: openai.OpenAI) -> None:
 
 def test_a_stream_has_partial_pictures_and_each_whole_one(ai: openai.OpenAI) -> None:
     stream = ai.images.generate(
-        **SMALL | {"model": "slow"}, stream=True, partial_images=2, extra_body={"steps": 8}
+        **SMALL | {"model": "slow"}, stream=True, partial_images=2, extra_body={"steps": 100}
     )
     events = list(stream)
     assert [event.type for event in events] == [

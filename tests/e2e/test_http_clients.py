@@ -266,7 +266,7 @@ def events_by_openai_js(body: bytes) -> list[Any]:
 
 def test_partial_pictures_are_streamed_as_openai_js_reads_them(service: Service) -> None:
     """LibreChat's forks ask for them, with 3 partial pictures."""
-    asked = {"model": "slow", "steps": 8, "stream": True, "partial_images": 3}
+    asked = {"model": "slow", "steps": 100, "stream": True, "partial_images": 3}
     answer = send(service, "POST", "/v1/images/generations", OF_LIBRECHAT | asked, OPENAI_JS)
     assert answer.headers.get_content_type() == "text/event-stream"
     *partial, completed = events_by_openai_js(answer.body)

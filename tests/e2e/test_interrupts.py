@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 from processes import children_of
 from test_lifecycle import end_of, running
+from waiting import wait_until
 
 from service import BINARY, ReservedPort, Service, clean_environment
 
@@ -61,6 +62,12 @@ def wait_for_a_call(server: socket.socket) -> socket.socket:
     line.settimeout(WAIT_S)
     assert line.recv(1), "it asks"
     return line
+
+
+def listens_to(sign: signal.Signals, pid: int) -> bool:
+    """Whether a process has a handler for a signal, which would end it otherwise."""
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> sign - 1 & 1)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +146,9 @@ def test_an_unload_that_waits_is_left_and_the_job_goes_on(
 ) -> None:
     service = simulate()
     at = ("--endpoint", f"http://{service.address}")
-    with service.client() as client, running(client, steps=60) as stream:
+    with service.client() as client, running(client, steps=160) as stream:
         with begun("unload", "slow", *at, folder=tmp_path) as process:
+            wait_until(lambda: listens_to(signal.SIGINT, process.pid), "it listens to SIGINT")
             with pytest.raises(subprocess.TimeoutExpired):
                 process.wait(0.5)
             process.send_signal(signal.SIGINT)

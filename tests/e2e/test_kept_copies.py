@@ -76,7 +76,7 @@ def test_the_next_load_reads_the_copies_and_gives_the_same_picture(
     first = keep(0)
     with first.client() as client:
         assert load(client, first) == FROM_CHECKPOINT
-        wait_until(lambda: len(copies(folder)) == 2, "both are kept")
+        wait_until(lambda: len(copies(folder)) == 2, "both are kept", DEADLINE_S)
         assert {path.name.split("-nf4-")[0] for path in copies(folder)} == QUANTIZED
         picture = generate(client)
         load_until(client, first, FROM_COPIES)
@@ -159,7 +159,7 @@ def test_the_next_service_removes_what_a_killed_one_left(keep: Keep, folder: Pat
         with service.client() as client:
             client.load(FOUR_BITS, timeout=DEADLINE_S)
             if number == 0:
-                wait_until(lambda: any(folder.iterdir()), "a copy is begun")
+                wait_until(lambda: any(folder.iterdir()), "a copy is begun", DEADLINE_S)
             service.kill()
     last = keep(9)
     with last.client() as client:

@@ -68,7 +68,7 @@ class Services:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        slower = slower_model(folder, steps_ms=1500)
+        slower = slower_model(folder, steps_ms=3000)
         self._models = ("--models", str(INSTANT_MODELS), "--models", str(slower))
         self._idle: dict[tuple[str, ...], tuple[Service, int]] = {}
         self._count = 0
@@ -274,9 +274,9 @@ class Point:
 
 
 CARD = "sim:24GiB"
-BIG = "sim:40GiB,speed=20GiB/s"
-UNHURRIED = "sim:40GiB,speed=10GiB/s"
-TIGHT = "sim:40GiB,release=500ms"
+BIG = "sim:40GiB,speed=6GiB/s"
+UNHURRIED = "sim:40GiB,speed=4GiB/s"
+TIGHT = "sim:40GiB,release=1500ms"
 LATE = "sim:40GiB,lag=1500ms"
 
 # The pinned model has four components: the fifth load is the job's first.
@@ -333,10 +333,16 @@ POINTS = [
         leased("denoise"),
         "denoise",
     ),
-    Point("first step", CARD, generate("slow"), at_step(1), "denoise"),
-    Point("middle step", CARD, generate("slow", steps=40), at_step(20), "denoise"),
+    Point("first step", CARD, generate("slow", steps=60), at_step(1), "denoise"),
+    Point("middle step", CARD, generate("slow", steps=80), at_step(20), "denoise"),
     Point("last step", CARD, generate(SLOWER, steps=2), at_step(1), "denoise"),
-    Point("preview", CARD, generate("slow", preview_interval_s=0.1), at(moored.Preview), "denoise"),
+    Point(
+        "preview",
+        CARD,
+        generate("slow", steps=60, preview_interval_s=0.1),
+        at(moored.Preview),
+        "denoise",
+    ),
     Point("decode", CARD + ",hang-at=decode:1", generate("small"), leased("decode"), "decode"),
     Point(
         "encode_image",
@@ -348,7 +354,7 @@ POINTS = [
     Point(
         "denoise of the second picture",
         CARD,
-        generate("slow", count=2),
+        generate("slow", steps=60, count=2),
         at_step(2, item=1),
         "denoise",
     ),
@@ -360,20 +366,20 @@ POINTS = [
         "decode",
     ),
     # Signals of another kind.
-    Point("abort", CARD, generate("slow", steps=30), at_step(5), "denoise", signal.SIGABRT),
+    Point("abort", CARD, generate("slow", steps=60), at_step(5), "denoise", signal.SIGABRT),
     Point(
         "illegal instruction",
         CARD,
-        generate("slow", steps=30),
+        generate("slow", steps=60),
         at_step(5),
         "denoise",
         signal.SIGILL,
     ),
-    Point("terminated", CARD, generate("slow", steps=30), at_step(5), "denoise", signal.SIGTERM),
+    Point("terminated", CARD, generate("slow", steps=60), at_step(5), "denoise", signal.SIGTERM),
     Point(
         "frozen while denoising",
         CARD,
-        generate("slow", steps=30),
+        generate("slow", steps=60),
         at_step(5),
         "denoise",
         signal.SIGSTOP,
@@ -621,7 +627,7 @@ ERRANDS = [
 
 @pytest.mark.parametrize("errand", ERRANDS, ids=lambda errand: errand.name.replace(" ", "-"))
 def test_a_worker_that_ends_in_a_command_beside_jobs(services: Services, errand: Errand) -> None:
-    card = "sim:24GiB,slack=keep,release=400ms"
+    card = "sim:24GiB,slack=keep,release=800ms"
     with scene_of(services, card, arguments=errand.arguments) as scene:
         pin(scene.client)
         scene.client.load("small")
@@ -785,7 +791,7 @@ def test_a_job_whose_worker_is_killed_twice_is_given_up_and_the_next_is_not(
     with scene_of(services, "sim:24GiB") as scene, ThreadPoolExecutor() as threads:
         pin(scene.client)
         before = scene.look()
-        with scene.client.stream_image("deadly", model="slow") as scene.stream:
+        with scene.client.stream_image("deadly", model="slow", steps=200) as scene.stream:
             at_step(3)(scene)
             held = scene.hold()
             behind = in_background(threads, scene)
@@ -807,7 +813,7 @@ def test_two_jobs_survive_the_death_of_a_worker_each(services: Services) -> None
         for prompt in ("one", "two"):
             before = scene.look()
             scene.events.clear()
-            with scene.client.stream_image(prompt, model="slow") as scene.stream:
+            with scene.client.stream_image(prompt, model="slow", steps=60) as scene.stream:
                 at_step(3)(scene)
                 scene.kill()
                 scene.events.extend(scene.stream)
@@ -862,7 +868,7 @@ def test_a_detached_job_outlives_its_worker(services: Services) -> None:
     with scene_of(services, "sim:24GiB") as scene:
         pin(scene.client)
         before = scene.look()
-        again: dict[str, object] = {"model": "slow", "seed": 5, "detach": True}
+        again: dict[str, object] = {"model": "slow", "steps": 60, "seed": 5, "detach": True}
         key = f"detached {time.monotonic()}"
         with scene.client.stream_image(
             "goes on",
@@ -894,7 +900,8 @@ def test_the_other_card_keeps_running(services: Services, how: signal.Signals, b
         with client.stream_image("lives", model="slow", steps=80, card="sim:1") as lives:
             next(event for event in lives if isinstance(event, moored.Step))
             if busy:
-                with client.stream_image("dies", model="slow", card="sim:0") as scene.stream:
+                dies = client.stream_image("dies", model="slow", steps=60, card="sim:0")
+                with dies as scene.stream:
                     at_step(3)(scene)
                     scene.kill(how)
                     scene.events.extend(scene.stream)
@@ -920,8 +927,8 @@ def test_workers_of_both_cards_that_end_at_once_are_replaced(services: Services)
         client.load(PINNED, card="sim:0")
         before = scene.look()
         with (
-            client.stream_image("one", model="slow", steps=40, card="sim:0") as one,
-            client.stream_image("two", model="slow", steps=40, card="sim:1") as two,
+            client.stream_image("one", model="slow", steps=100, card="sim:0") as one,
+            client.stream_image("two", model="slow", steps=100, card="sim:1") as two,
         ):
             for stream in (one, two):
                 next(event for event in stream if isinstance(event, moored.Step))
@@ -941,7 +948,7 @@ def test_workers_of_both_cards_that_end_at_once_are_replaced(services: Services)
 def test_a_worker_that_ends_while_the_service_drains(services: Services) -> None:
     with scene_of(services, "sim:24GiB,context=2GiB") as scene:
         scene.look()
-        with scene.client.stream_image("drained", model="slow") as scene.stream:
+        with scene.client.stream_image("drained", model="slow", steps=60) as scene.stream:
             at_step(2)(scene)
             pid = scene.hold()
             scene.service.process.send_signal(signal.SIGTERM)

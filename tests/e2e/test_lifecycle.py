@@ -90,7 +90,7 @@ def test_a_signal_lets_running_jobs_finish(simulate: Simulate, sign: signal.Sign
     """SIGHUP comes when the terminal is closed, SIGQUIT from some supervisors."""
     service = simulate()
     with service.client() as client, end_of(worker_pid(client)) as worker_ended:
-        with running(client, steps=50) as stream:
+        with running(client, steps=100) as stream:
             service.process.send_signal(sign)
             wait_for_log(service, "stopping: waiting")
             with pytest.raises((moored.ShuttingDown, moored.ConnectionFailed)) as late:

@@ -139,7 +139,7 @@ def test_a_client_that_retries_waits_as_long_as_it_is_told(
 ) -> None:
     service = simulate(arguments=("--set", "queue.max_jobs=1"))
     options: dict[str, Any] = {"model": "slow", "seed": 1, "width": 64, "height": 64}
-    with service.client() as first, first.stream_image("slow", steps=60, **options) as stream:
+    with service.client() as first, first.stream_image("slow", steps=120, **options) as stream:
         next(stream)
         with service.client() as other, pytest.raises(moored.QueueFull) as refused:
             other.generate_image("at once", steps=1, **options)
@@ -148,7 +148,7 @@ def test_a_client_that_retries_waits_as_long_as_it_is_told(
             began = time.monotonic()
             assert patient.generate_image("in time", steps=1, **options).pictures
             assert time.monotonic() - began >= refused.value.retry_after_s
-    with service.client() as first, first.stream_image("slow", steps=60, **options) as stream:
+    with service.client() as first, first.stream_image("slow", steps=160, **options) as stream:
         next(stream)
         asked = ("generate", "a boat", "-m", "small", "-o", str(tmp_path / "boat.png"))
         assert "queue" in service.run(*asked).stderr
@@ -157,11 +157,13 @@ def test_a_client_that_retries_waits_as_long_as_it_is_told(
         assert "asking again in 2s" in done.stderr
         with (
             service.client(retry_s=60.0) as hurried,
-            hurried.stream_image("slow", steps=60, **options),
+            hurried.stream_image("slow", steps=200, **options) as under_way,
             service.client(retry_s=60.0) as other,
-            pytest.raises(moored.QueueFull),
         ):
-            other.generate_image("in no time", steps=1, timeout=1.0, **options)
+            next(under_way)
+            with pytest.raises(moored.QueueFull):
+                # It is told to wait two seconds.
+                other.generate_image("in no time", steps=1, timeout=2.0, **options)
 
 
 def test_without_file_descriptors_the_service_waits_and_logs_it_once(simulate: Simulate) -> None:

@@ -191,7 +191,7 @@ def test_the_lyrics_of_a_track_are_in_its_recipe(simulate: Simulate) -> None:
 
 def test_frames_arrive_before_the_end(simulate: Simulate, tmp_path: Path) -> None:
     with (
-        simulate(arguments=slow_decoders(tmp_path)).client() as client,
+        simulate(arguments=slow_decoders(tmp_path, 1500)).client() as client,
         client.stream_video("a wave", model="slow-video", seed=7) as stream,
     ):
         arrived: list[tuple[int, float]] = []
@@ -202,7 +202,7 @@ def test_frames_arrive_before_the_end(simulate: Simulate, tmp_path: Path) -> Non
                 (job,) = client.status().jobs
                 assert (job.id, job.state, job.stage) == (stream.job_id, "running", "decode")
         assert [number for number, _ in arrived] == [*range(FRAMES)]
-        # The decode goes on for three pieces more, half a second each.
+        # The decode goes on for three pieces more, a second and a half each.
         assert arrived[-1][1] - arrived[0][1] > 1.0
         assert_film(stream.result().array)
 
@@ -225,7 +225,7 @@ def test_pieces_of_a_film_come_in_order_and_say_when_it_is_whole(
 
 def test_samples_arrive_before_the_end(simulate: Simulate, tmp_path: Path) -> None:
     with (
-        simulate(arguments=slow_decoders(tmp_path)).client() as client,
+        simulate(arguments=slow_decoders(tmp_path, 1500)).client() as client,
         client.stream_audio("a drum", model="slow-track") as stream,
     ):
         arrived = []
@@ -479,11 +479,14 @@ def test_a_plan_of_each_medium(simulate: Simulate) -> None:
 def test_a_worker_killed_in_a_decode_loses_no_frame(
     simulate: Simulate, tmp_path: Path, medium: str
 ) -> None:
-    with simulate(arguments=slow_decoders(tmp_path)).client() as client:
+    with simulate(arguments=slow_decoders(tmp_path, 2000)).client() as client:
         generate: Any = {"video": client.generate_video, "audio": client.generate_audio}[medium]
         ask: Any = {"video": client.stream_video, "audio": client.stream_audio}[medium]
-        model = {"video": "slow-video", "audio": "slow-track"}[medium]
-        whole = generate("x", model=model, seed=7).array
+        quick, model = {
+            "video": ("video", "slow-video"),
+            "audio": ("track", "slow-track"),
+        }[medium]
+        whole = generate("x", model=quick, steps=1, seed=7).array
         output = {"video": "raw", "audio": "wav"}[medium]
         with ask("x", model=model, seed=7, output=output) as stream:
             events = first_piece(stream)
@@ -524,7 +527,7 @@ def test_frames_continue_where_a_killed_worker_stopped(simulate: Simulate, tmp_p
 def test_a_decode_that_kills_two_workers_leaves_the_latent_of_the_film(
     simulate: Simulate, tmp_path: Path
 ) -> None:
-    with simulate(arguments=slow_decoders(tmp_path)).client() as client:
+    with simulate(arguments=slow_decoders(tmp_path, 2000)).client() as client:
         stream = client.stream_video("x", model="slow-video", seed=7)
         with stream, pytest.raises(moored.WorkerDied) as died:
             first_piece(stream)
@@ -540,7 +543,7 @@ def test_a_decode_that_kills_two_workers_leaves_the_latent_of_the_film(
 
 
 def test_a_hung_decode_of_a_film_is_tried_again(simulate: Simulate) -> None:
-    service = simulate("sim:24GiB,hang-at=decode:1", arguments=("--set", "queue.stall_limit=3s"))
+    service = simulate("sim:24GiB,hang-at=decode:1", arguments=("--set", "queue.stall_limit=8s"))
     with service.client() as client:
         stream = client.stream_video("x", model="video", timeout=DEADLINE_S)
         events = list(stream)

@@ -282,14 +282,14 @@ def test_playing_sound_survives_the_death_of_its_worker(simulate: Simulate) -> N
 
 
 def test_a_session_has_no_gap_beside_a_job_of_another_client(simulate: Simulate) -> None:
-    """By the clock this time: what a listener would hear, if the machine is not held up for a second."""
+    """By the clock this time: what a listener would hear, if the machine is not held up for five seconds."""
     service = simulate()
-    with service.client() as client, session(client, paced=False, slots=2) as live:
+    with service.client() as client, session(client, paced=False, slots=2, lead_s=5.0) as live:
         chunks = iter(live)
         live.play("one", seed=1).wait(60)
         with service.client(client_id="another") as another, running(another):
             coming = live.play("two", seed=2, at="now")
-            heard = take(chunks, 3.0)
+            heard = take(chunks, 7.0)  # more than is sent ahead
             assert {chunk.segment for chunk in heard} == {1}, "the card is another's"
         coming.wait(60)
         take_until(chunks, 2)
@@ -300,7 +300,7 @@ def test_a_client_that_falls_silent_loses_its_session_and_nothing_is_left(
     simulate: Simulate,
 ) -> None:
     with simulate().client() as client:
-        live = session(client, idle_s=1)
+        live = session(client, idle_s=5)
         live.open()
         live.play("one", seed=1)
         until(client, lambda status: any(one.held for one in status.cards[0].residents))
@@ -472,7 +472,7 @@ def test_the_hold_of_a_client_that_stops_reading_ends(simulate: Simulate) -> Non
     messages: list[pb.StreamAudioRequest] = [
         pb.StreamAudioRequest(
             open=pb.OpenAudioSession(
-                model=model_pb2.ModelRef(id="track"), idle_seconds=1, lead_ms=60_000
+                model=model_pb2.ModelRef(id="track"), idle_seconds=5, lead_ms=60_000
             )
         ),
         segment(prompt="x", seconds=10.0),

@@ -192,13 +192,15 @@ def test_what_a_resident_step_takes_is_learned(
     options: dict[str, Any] = {"model": "blocks", "steps": 2}
     world = tmp_path / "world"
     with on_card(f"640MiB,speed=4GB/s,world={world}").client() as client:
-        client.generate_image("a cube", **options)
+        made = client.generate_image("a cube", **options)
         client.unload()
         world.write_text("editor 480MiB")
         wait_until(lambda: bool(client.status().cards[0].holders), "the editor has its memory")
         part = denoise_part(client.plan("a cube", **options))
-        # How fast it computes is unknown; what ran took no time.
-        assert part.more_seconds == pytest.approx(part.streamed_bytes / 4e9, abs=0.01)
+        # How fast it computes is unknown; how long the two passes took is not.
+        ran = made.timings["denoise"].run_ms / 1000 / 2
+        more = max(0, part.streamed_bytes / 4e9 - ran)
+        assert part.more_seconds == pytest.approx(more, abs=0.002)
 
 
 def test_the_machines_memory_that_streamed_blocks_hold_is_shown_and_given_back(
@@ -247,7 +249,7 @@ def changed_meanwhile(
     """A picture of many steps, with a change of a file in the second step of the first attempts: the
     reasons for which it was tried again, and its pixels."""
     changes, reasons = 0, list[str]()
-    with client.stream_image(**PICTURE | {"steps": 60}) as stream:
+    with client.stream_image(**PICTURE | {"steps": 120}) as stream:
         for event in stream:
             if isinstance(event, moored.Retrying):
                 reasons.append(event.reason)

@@ -138,7 +138,7 @@ def test_a_worker_that_does_not_exit_blocks_its_card_alone(simulate: Simulate) -
     service = simulate("sim:24GiB", "sim:24GiB,index=1")
     with service.client() as client:
         client.wait_until_ready()
-        with client.stream_image("moves on", model="slow", steps=60, timeout=DEADLINE_S) as stream:
+        with client.stream_image("moves on", model="slow", steps=100, timeout=DEADLINE_S) as stream:
             next(event for event in stream if isinstance(event, moored.Step))
             busy = next(card for card in client.status().cards if card.job_id)
             with never_ending(busy.worker_pid):

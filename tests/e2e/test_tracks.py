@@ -113,7 +113,7 @@ def test_a_wav_has_its_recipe_whoever_writes_it(
 def test_streams_of_one_job_get_the_same_flac_and_a_worker_may_die(
     simulate: Simulate, tmp_path: Path
 ) -> None:
-    with simulate(arguments=slow_decoders(tmp_path, 300)).client() as client:
+    with simulate(arguments=slow_decoders(tmp_path, 1000)).client() as client:
         asked: dict[str, Any] = {"model": "slow-track", "output": "flac", "seed": 3}
         with client.stream_audio("x", idempotency_key="k", **asked) as first:
             for event in first:

@@ -39,9 +39,11 @@ class Killer(threading.Thread):
         began = time.monotonic()
         longest = min(PAUSE_S[1], (TO_SHARE - FROM_SHARE) * self._whole_s / 3)
         time.sleep(FROM_SHARE * self._whole_s)
-        while time.monotonic() - began < TO_SHARE * self._whole_s and not self._world.gate.is_over:
+        is_due = True  # once in any case: a rest may last until after its time
+        while is_due and not self._world.gate.is_over:
             self._kill(client)
             time.sleep(self._chance.uniform(min(PAUSE_S[0], longest), longest))
+            is_due = time.monotonic() - began < TO_SHARE * self._whole_s
         client.close()
 
     def _kill(self, client: moored.Client) -> None:

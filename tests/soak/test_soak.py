@@ -14,7 +14,7 @@ BINARY = Path(os.environ.get("MOORED_BINARY", ROOT / "target/debug/moored"))
 
 def test_a_short_soak_passes(tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.json"
-    command = [str(ROOT / "scripts/soak"), "--binary", str(BINARY), "--seconds", "6"]
+    command = [str(ROOT / "scripts/soak"), "--binary", str(BINARY), "--seconds", "15"]
     command += ["--seed", "2", "--clients", "4", "--json", str(rows_file)]
     done = subprocess.run(
         command,
