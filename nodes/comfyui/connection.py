@@ -134,7 +134,7 @@ def start_with_client(
     work: Callable[[moored.AsyncClient], Awaitable[T]], target: Target
 ) -> Future[T]:
     """Starts `work(client)` on the pack's thread and does not wait."""
-    return start(_with_client(work, target))
+    return start(with_client(work, target))
 
 
 def client_id() -> str:
@@ -165,7 +165,8 @@ def _loop() -> asyncio.AbstractEventLoop:
 _clients: dict[Target, moored.AsyncClient] = {}
 
 
-async def _with_client(work: Callable[[moored.AsyncClient], Awaitable[T]], target: Target) -> T:
+async def with_client(work: Callable[[moored.AsyncClient], Awaitable[T]], target: Target) -> T:
+    """Awaits `work(client)`, in the pack's thread. After one that fails to connect, work has a new client."""
     client = _client_of(target)
     try:
         return await work(client)

@@ -47,7 +47,7 @@ class Reservation:
         ComfyUI runs each prompt in an event loop of its own, and what still runs in that at its end is
         cancelled: also after a failure and after an interrupt.
         """
-        self._renewing = connection.start_with_client(self._renew, self.target)
+        self._renewing = connection.start(self._renew())
         of_prompt = asyncio.get_running_loop().create_task(asyncio.Event().wait())
         # A loop has only weak references to its tasks.
         _with_prompts.add(of_prompt)
@@ -63,18 +63,20 @@ class Reservation:
             self._renewing.cancel()
         # Without the service it runs out.
         with contextlib.suppress(moored.MooredError):
-            return await self.made.release()
+            return await connection.with_client(lambda _: self.made.release(), self.target)
         return False
 
     def _prompt_ended(self, task: asyncio.Task[bool]) -> None:
         _with_prompts.discard(task)
         self.give_back()
 
-    async def _renew(self, client: moored.AsyncClient) -> None:
+    async def _renew(self) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
             try:
-                await client.renew_reservation(self.made.id, ttl_s=TTL_S)
+                await connection.with_client(
+                    lambda client: client.renew_reservation(self.made.id, ttl_s=TTL_S), self.target
+                )
             except moored.InvalidRequest:
                 log.warning("The memory reserved for ComfyUI is no longer reserved")
                 return

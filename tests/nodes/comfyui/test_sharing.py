@@ -201,6 +201,18 @@ def test_a_reservation_outlives_a_service_that_restarts(pack: ModuleType, servic
     assert work.result(DEADLINE_S) is False
 
 
+def test_a_service_that_came_back_is_found_at_once(pack: ModuleType, serve: Serve) -> None:
+    """Though a reservation was to be given back while it was away, which failed."""
+    service = serve("sim:40GiB")
+    reservation = made(pack, service)
+    service.kill()
+    for _ in range(2):
+        assert pack.connection.start(reservation.release()).result(DEADLINE_S) is False
+    serve("sim:40GiB", listen=service.address)
+    status = pack.connection.start_with_client(lambda client: client.status(), reservation.target)
+    assert status.result(DEADLINE_S).cards
+
+
 class Refusing:
     """A client of a service that knows no such process: it is on another machine, or in a container."""
 
