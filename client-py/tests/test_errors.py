@@ -155,6 +155,25 @@ def test_error_details_of_another_domain_raise_a_plain_error(service: Service, a
         ask("status")
 
 
+def test_a_service_that_cannot_be_reached_is_told_with_the_reason(
+    service: Service, ask: Ask
+) -> None:
+    of_grpc = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.1.2.3:50051: "
+    for words, why in (("No route to host", " (No route to host)"), ("Connection refused", "")):
+
+        def refuses(
+            request: Any, context: grpc.ServicerContext, said: str = of_grpc + words
+        ) -> None:
+            context.abort(grpc.StatusCode.UNAVAILABLE, said)
+
+        service.on("GetStatus", refuses)
+        with pytest.raises(moored.ConnectionFailed) as caught:
+            ask("status")
+        assert f"No moored service answers at {caught.value.endpoint}{why}: start" in str(
+            caught.value
+        )
+
+
 def test_a_failed_decode_leaves_its_latent(service: Service, ask: Ask) -> None:
     kept = events_pb2.LatentKept(latent=model_pb2.LatentInfo(id="lat-1"))
 

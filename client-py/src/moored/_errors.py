@@ -458,10 +458,17 @@ _BY_HTTP_STATUS: dict[int, type[MooredError]] = {
 _TIMEOUT_OF_THE_SERVICE = "Timeout expired"
 
 
-def unreachable(endpoint: str, within: str = "") -> ConnectionFailed:
-    """The error for a service that does not answer."""
+# Nothing listens there, which the error says already.
+_NOTHING_LISTENS = ("connection refused", "no such file")
+
+
+def unreachable(endpoint: str, within: str = "", said: str = "") -> ConnectionFailed:
+    """The error for a service that does not answer; `said`: gRPC's words for it, if any."""
+    why, words = "", said.rpartition(": ")[2].strip()
+    if words and not any(known in said.lower() for known in _NOTHING_LISTENS):
+        why = f" ({words[:100]})"
     return ConnectionFailed(
-        f"No moored service answers at {endpoint}{within}: start one with `moored serve`, or "
+        f"No moored service answers at {endpoint}{within}{why}: start one with `moored serve`, or "
         "name its address by MOORED_ENDPOINT",
         endpoint=endpoint,
     )
@@ -498,7 +505,7 @@ def error_of(error: grpc.RpcError, endpoint: str, *, begun: bool = False) -> Moo
         )
         return ConnectionFailed(lost, cause="lost", endpoint=endpoint)
     if kind is ConnectionFailed:
-        return unreachable(endpoint)
+        return unreachable(endpoint, said=text)
     if kind is Deadline:
         return Deadline(f"The timeout passed before {endpoint} had finished")
     return kind(text or f"{endpoint} answered {code.name}")
