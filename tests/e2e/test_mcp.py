@@ -114,6 +114,7 @@ def test_a_picture_is_made_shown_and_read_again(simulate: Simulate, opened: Any)
 
 def test_a_refusal_says_what_to_do(simulate: Simulate, opened: Any) -> None:
     service = simulate("sim:24GiB")
+    service.client().close()  # its card is ready
 
     async def talk() -> None:
         async with opened(service) as session:
