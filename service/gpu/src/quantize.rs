@@ -385,7 +385,8 @@ fn rotated_row(row: &mut [f32], rotation: Rotation, codes: &mut [u8]) -> Result<
     let scale = absmax(row)? / 127.0;
     let divisor = if scale == 0.0 { f32::INFINITY } else { scale };
     for (code, x) in codes.iter_mut().zip(row) {
-        *code = (*x / divisor + ROUND).to_bits() as u8;
+        // A scale that is denormal is rounded by so much that quotients are beyond 127.
+        *code = ((*x / divisor).clamp(-127.0, 127.0) + ROUND).to_bits() as u8;
     }
     Ok(scale)
 }

@@ -169,7 +169,9 @@ __device__ __forceinline__ void rotate_row(
     const u32 count = (u32)(columns - first < PIECE ? columns - first : PIECE);
     turn(row + first, count, group, piece);
     for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
-      const float code = scale == 0.0f ? 0.0f : rintf(__fdiv_rn(piece[i], scale));
+      // A scale that is denormal is rounded by so much that quotients are beyond 127.
+      const float quotient = scale == 0.0f ? 0.0f : __fdiv_rn(piece[i], scale);
+      const float code = rintf(fminf(fmaxf(quotient, -127.0f), 127.0f));
       to[first + i] = (unsigned char)(signed char)(int)code;
     }
     __syncthreads();

@@ -369,7 +369,7 @@ proptest! {
                         }
                         WeightFormat::Int8Scaled(..) => {
                             let scale = absmax / 127.0;
-                            let y = if scale == 0.0 { 0.0 } else { x / scale };
+                            let y = if scale == 0.0 { 0.0 } else { (x / scale).clamp(-127.0, 127.0) };
                             (i32::from(codes[i] as i8), y.round_ties_even() as i32)
                         }
                         FP8 => {
