@@ -155,9 +155,7 @@ def test_error_details_of_another_domain_raise_a_plain_error(service: Service, a
         ask("status")
 
 
-def test_a_service_that_cannot_be_reached_is_told_with_the_reason(
-    service: Service, ask: Ask
-) -> None:
+def test_the_error_of_an_unreachable_service_says_why(service: Service, ask: Ask) -> None:
     of_grpc = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.1.2.3:50051: "
     for words, why in (("No route to host", " (No route to host)"), ("Connection refused", "")):
 

@@ -458,17 +458,11 @@ _BY_HTTP_STATUS: dict[int, type[MooredError]] = {
 _TIMEOUT_OF_THE_SERVICE = "Timeout expired"
 
 
-# Nothing listens there, which the error says already.
-_NOTHING_LISTENS = ("connection refused", "no such file")
-
-
-def unreachable(endpoint: str, within: str = "", said: str = "") -> ConnectionFailed:
-    """The error for a service that does not answer; `said`: gRPC's words for it, if any."""
-    why, words = "", said.rpartition(": ")[2].strip()
-    if words and not any(known in said.lower() for known in _NOTHING_LISTENS):
-        why = f" ({words[:100]})"
+def unreachable(endpoint: str, circumstance: str = "") -> ConnectionFailed:
+    """The error for a service that does not answer; `circumstance`: for how long, or why."""
+    circumstance = circumstance and f" {circumstance}"
     return ConnectionFailed(
-        f"No moored service answers at {endpoint}{within}{why}: start one with `moored serve`, or "
+        f"No moored service answers at {endpoint}{circumstance}: start one with `moored serve`, or "
         "name its address by MOORED_ENDPOINT",
         endpoint=endpoint,
     )
@@ -477,7 +471,7 @@ def unreachable(endpoint: str, within: str = "", said: str = "") -> ConnectionFa
 def not_ready(endpoint: str, said: str, timeout: float) -> MooredError:
     """The error of wait_until_ready; `said` is the service's last word on its health, if any."""
     if not said:
-        return unreachable(endpoint, within=f" within {timeout:g} s")
+        return unreachable(endpoint, f"within {timeout:g} s")
     return CardNotReady(f"{endpoint} answers {said!r}, still after {timeout:g} s")
 
 
@@ -505,7 +499,8 @@ def error_of(error: grpc.RpcError, endpoint: str, *, begun: bool = False) -> Moo
         )
         return ConnectionFailed(lost, cause="lost", endpoint=endpoint)
     if kind is ConnectionFailed:
-        return unreachable(endpoint, said=text)
+        why = _wire.why_unreachable(text)
+        return unreachable(endpoint, why and f"({why})")
     if kind is Deadline:
         return Deadline(f"The timeout passed before {endpoint} had finished")
     return kind(text or f"{endpoint} answered {code.name}")

@@ -36,6 +36,9 @@ _NO_SERVICE = (
 # Codes of a call that ended without a gRPC status.
 _NO_STATUS = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 
+# Nothing listens at an address: that is what a service out of reach is taken for.
+_NOTHING_LISTENS = ("connection refused", "no such file")
+
 
 @dataclass(frozen=True, slots=True)
 class Told:
@@ -89,3 +92,10 @@ def told(code: grpc.StatusCode, said: str, endpoint: str) -> Told | None:
     if any(one in words for one in ("dns resolution failed", "name not found", "resolving")):
         return Told("name", f"There is no machine by the name of {endpoint}: see how it is spelt")
     return None
+
+
+def why_unreachable(said: str) -> str:
+    """Why a service is out of reach, in gRPC's words; empty where nothing listens."""
+    if any(one in said.lower() for one in _NOTHING_LISTENS):
+        return ""
+    return said.rpartition(": ")[2].strip()[:100]
