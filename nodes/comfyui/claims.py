@@ -79,12 +79,11 @@ async def use(client: moored.AsyncClient, target: Target, recipe: ModelRecipe) -
         await client.pin(recipe.ref)
 
 
-async def used(client: moored.AsyncClient, target: Target, recipe: ModelRecipe) -> None:
+async def used(target: Target, recipe: ModelRecipe) -> None:
     """Says that a use has succeeded: the time of a hold runs from now."""
     if recipe.residency == "hold":
         # The job is done; what is said of the model afterwards must not fail it.
-        with contextlib.suppress(moored.MooredError):
-            await use(client, target, recipe)
+        await connection.attempt(lambda client: use(client, target, recipe), target)
 
 
 def rest(target: Target, recipe: ModelRecipe) -> None:
@@ -103,8 +102,7 @@ async def give_up(target: Target, recipe: ModelRecipe) -> None:
     claim = _claims[target, recipe]
     hold, claim.hold = claim.hold, None
     if hold is not None:
-        with contextlib.suppress(moored.MooredError):
-            await hold.release()
+        await connection.attempt(lambda _: hold.release(), target)
 
 
 def _at_end(handle: ModelHandle | LatentHandle, action: Callable[[], Any]) -> Callable[[], Any]:

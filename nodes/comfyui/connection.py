@@ -7,6 +7,7 @@ in. So all calls, of nodes and of routes, go through one background thread with 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 import os
@@ -166,13 +167,20 @@ _clients: dict[Target, moored.AsyncClient] = {}
 
 
 async def with_client(work: Callable[[moored.AsyncClient], Awaitable[T]], target: Target) -> T:
-    """Awaits `work(client)`, in the pack's thread. After one that fails to connect, work has a new client."""
+    """Awaits `work(client)`, in the pack's thread. Where it cannot connect, later work gets a new client."""
     client = _client_of(target)
     try:
         return await work(client)
     except (moored.ConnectionFailed, moored.Unauthenticated):
         _forget(target, client)
         raise
+
+
+async def attempt(work: Callable[[moored.AsyncClient], Awaitable[T]], target: Target) -> T | None:
+    """As `with_client`, for what the service would do by itself in time: None where it fails."""
+    with contextlib.suppress(moored.MooredError):
+        return await with_client(work, target)
+    return None
 
 
 def _client_of(target: Target) -> moored.AsyncClient:

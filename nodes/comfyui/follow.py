@@ -178,7 +178,7 @@ async def follow(
                         if not isinstance(event, moored.Artifact):
                             deliver(event)
                     result = await stream.result()
-                    await claims.used(client, target, recipe)
+                    await claims.used(target, recipe)
                 except BaseException as error:
                     # The prompt ends, or the job did. It may have kept latents that were not heard of yet.
                     if not (isinstance(error, moored.MooredError) and stream.goes_on):

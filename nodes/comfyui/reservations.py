@@ -62,9 +62,7 @@ class Reservation:
         if self._renewing is not None:
             self._renewing.cancel()
         # Without the service it runs out.
-        with contextlib.suppress(moored.MooredError):
-            return await connection.with_client(lambda _: self.made.release(), self.target)
-        return False
+        return bool(await connection.attempt(lambda _: self.made.release(), self.target))
 
     def _prompt_ended(self, task: asyncio.Task[bool]) -> None:
         _with_prompts.discard(task)
