@@ -151,17 +151,17 @@ impl NvmlCard {
         }
     }
 
-    /// UUIDs of the other cards to whose memory this one can write by itself. The driver lists none for slices, nor under WSL.
+    /// UUIDs of the other cards to whose memory this one can write by itself. The driver names none for slices, nor under WSL.
     fn peers(&self) -> Result<BTreeSet<String>, NvmlError> {
-        let device = self.device()?;
-        let mut found = BTreeSet::new();
-        for other in cards()?.into_iter().filter(|other| other.uuid != self.uuid) {
-            let status = device.p2p_status(&other.device()?, P2pCapabilitiesIndex::Write);
-            if matches!(status, Ok(P2pStatus::Ok)) {
-                found.insert(other.uuid);
-            }
-        }
-        Ok(found)
+        let (library, own) = (library()?, self.device()?);
+        let is_peer = |other: &Device<'_>| {
+            let status = own.p2p_status(other, P2pCapabilitiesIndex::Write);
+            matches!(status, Ok(P2pStatus::Ok))
+        };
+        // A card that the driver does not let be used is no peer.
+        let cards = (0..count_of(library)?).filter_map(|index| library.device_by_index(index).ok());
+        let peers = cards.filter(is_peer).filter_map(|peer| peer.uuid().ok());
+        Ok(peers.filter(|uuid| *uuid != self.uuid).collect())
     }
 
     /// Current memory figures.
@@ -260,13 +260,16 @@ fn library() -> Result<&'static Nvml, NvmlError> {
     Ok(LIBRARY.get_or_init(|| opened))
 }
 
+fn count_of(library: &Nvml) -> Result<u32, NvmlError> {
+    library
+        .device_count()
+        .map_err(question("how many cards there are"))
+}
+
 fn listed() -> Result<Vec<NvmlCard>, NvmlError> {
     let library = library()?;
-    let count = library
-        .device_count()
-        .map_err(question("how many cards there are"))?;
     let mut found = Vec::new();
-    for index in 0..count {
+    for index in 0..count_of(library)? {
         let device = match library.device_by_index(index) {
             Ok(device) => device,
             // A card that this container or user has no access to, or that is broken: the others work.

@@ -1,9 +1,9 @@
 //! The two cards of a step that two cards run together: which cards can compute together, and whether two of them are free for it.
 //!
-//! The first part is on the card that a job of one card would be placed on, the second on the best other card that can compute with it. A job
-//! that finds one such card free, and another that other jobs have now, holds the free one: no later job of the pass starts there
-//! ([`Pass`](super::decide::Pass)), else short jobs on either card could keep the two from ever being free at once. Among cards that
-//! can compute together only the first such job in the fair order holds one, so no two wait for the card that the other holds.
+//! The first part is on the card that a job of one card would be placed on, the second on the best other card that can compute with
+//! it. A job that finds one such card free, and another that other jobs have now, holds the free one: no later job of the pass starts
+//! there ([`Pass`](super::decide::Pass)), else short jobs on either card could keep the two from ever being free at once. Among cards
+//! that can compute together only the first such job in the fair order holds one, so no two wait for the card that the other holds.
 
 use gpu::CardKind;
 use model::RequestError;
@@ -142,7 +142,7 @@ impl View<'_> {
         })
     }
 
-    /// What the answer of another card makes of it as the second one.
+    /// Another card as the second one, by its answer.
     fn second(&self, other: usize, answer: CardAnswer, ahead: &[f64]) -> Second {
         match answer {
             CardAnswer::Start {
@@ -168,13 +168,13 @@ impl View<'_> {
 
 /// The best of the other cards for a step that two cards run together, from the best kind to the worst.
 enum Second {
-    /// One that could start now, and seconds until it would have done it.
+    /// A card that could start now; seconds until it would have ended the step.
     Free { seconds: f64, companion: Companion },
-    /// Some that others have now: the least seconds, and whether the worker of one of them runs.
+    /// Cards that other jobs have now: the least seconds until the step would have ended on one, and whether the worker of one runs.
     Busy { seconds: f64, is_ready: bool },
-    /// None has the memory for it. That of one which waits for leases, or else the least shortage.
+    /// No card has the memory for it: the shortage of a card that waits for leases, else the least one.
     Short(Shortage),
-    /// None will ever have the memory for it.
+    /// No card will ever have the memory for it.
     Never(CardAnswer),
     /// There is no other card.
     None,

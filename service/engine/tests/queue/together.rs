@@ -668,18 +668,11 @@ async fn a_request_of_two_cards_is_refused_where_they_do_not_reach_each_other() 
 }
 
 #[tokio::test(start_paused = true)]
-async fn two_cards_that_reach_each_other_are_taken_of_three_of_a_kind() {
-    let (queue, mut workers) = cards([reaching(0, &[]), reaching(1, &[2]), reaching(2, &[1])]).await;
-    let mut spec = on_two("me", "a cat");
-    spec.options.card_hint = "sim:1".into();
-    let mut job = queue.submit(spec).await.unwrap();
-    workers[1].work(1).await;
-    let [_, one, other] = &mut workers;
-    let orders = [one.order().await, other.order().await];
-    check_parts([&orders[0], &orders[1]]);
-    other.complete(&orders[1]);
-    one.complete(&orders[0]);
-    one.work(1).await;
+async fn of_three_cards_the_two_that_reach_each_other_are_taken() {
+    let (queue, [_alone, one, other]) = cards([reaching(0, &[]), reaching(1, &[2]), reaching(2, &[1])]).await;
+    let mut workers = [one, other];
+    let (mut job, orders) = sampling(&queue, &mut workers).await;
+    finish(&mut workers, &orders).await;
     end(&mut job).await.unwrap();
     at_rest(&queue).await;
 }

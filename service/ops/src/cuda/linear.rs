@@ -393,7 +393,8 @@ pub(crate) fn add_low_rank(parts: &[AddedTo<'_>], scratch: &Scratch) -> Result<(
     Ok(())
 }
 
-/// Adds a term to each of several results, or overwrites them, and applies the activation: at once, or one after the other.
+/// Adds a term to each of several results, or overwrites them, and applies the activation: all at once where that can be done, else one
+/// after the other.
 fn add_each(parts: &[TermOf<'_>], how: (Epilogue, bool), scratch: &Scratch) -> Result<()> {
     if parts.len() > 1 && add_at_once(parts, how, scratch)? {
         return Ok(());
@@ -410,8 +411,8 @@ fn add_each(parts: &[TermOf<'_>], how: (Epilogue, bool), scratch: &Scratch) -> R
     Ok(())
 }
 
-/// As [`add_each`], as two batched products; `false`, and nothing is changed, if these cannot do it: parts of other shapes, or at
-/// other distances.
+/// Does what [`add_each`] does by two batched products. Returns `false`, and changes nothing, where these cannot do it: for parts of
+/// different shapes, or at different distances.
 fn add_at_once(parts: &[TermOf<'_>], (then, adds): (Epilogue, bool), scratch: &Scratch) -> Result<bool> {
     let Some(&(x, out, first)) = parts.first() else {
         return Ok(true);
