@@ -57,15 +57,16 @@ pub(crate) fn shut_down(
                 () = signals.end() => drain = Duration::ZERO,
             }
         }
+        let deadline = Instant::now() + drain;
+        let drained = queue.drain(deadline);
+        end.stopping.send_replace(true);
         tracing::info!(
             "stopping: waiting up to {} s for running jobs; press Ctrl-C again to stop now",
             drain.as_secs()
         );
-        end.stopping.send_replace(true);
         service_unit::tell_stopping(drain);
-        let deadline = Instant::now() + drain;
         tokio::select! {
-            () = queue.drain(deadline) => {}
+            () = drained => {}
             never = log_time_left(deadline) => match never {},
             () = signals.end() => queue.drain(Instant::now()).await,
         }

@@ -621,11 +621,13 @@ impl Queue {
         now.await.unwrap_or_else(|_| self.status.borrow().clone())
     }
 
-    /// Refuses new jobs, waits for the present ones until the deadline, then cancels the rest. Returns when no job
-    /// is left.
-    pub async fn drain(&self, deadline: Instant) {
+    /// Refuses new jobs from this call on, not from the first poll: a caller that logs the end may do so at once. Resolves
+    /// when no job is left: at the deadline those that are left are cancelled.
+    pub fn drain(&self, deadline: Instant) -> impl Future<Output = ()> + use<> {
         let drained = self.ask(move |core, reply, _| core.drain(deadline, reply));
-        let _ = drained.await; // a queue that has ended is drained
+        async move {
+            let _ = drained.await; // a queue that has ended is drained
+        }
     }
 
     /// Numbers of all objects that the queue keeps, by kind. At rest, only those remain that are meant to. For tests.
@@ -645,17 +647,19 @@ impl Queue {
         .await
     }
 
-    /// Has the core do something, and answer when it is done.
-    async fn ask<T: Send + 'static>(
+    /// Has the core do something, and answer when it is done. The core has been asked when this returns; the future is the
+    /// answer.
+    fn ask<T: Send + 'static, Ask: FnOnce(&mut Core, Reply<T>, Instant) + Send + 'static>(
         &self,
-        ask: impl FnOnce(&mut Core, Reply<T>, Instant) + Send + 'static,
-    ) -> Result<T, Error> {
+        ask: Ask,
+    ) -> impl Future<Output = Result<T, Error>> + use<T, Ask> {
         let (reply, answer) = oneshot::channel();
         let call: Call = Box::new(move |core, now| ask(core, reply, now));
-        self.inputs
-            .send(Input::Call(call))
-            .map_err(|_| Error::ShuttingDown)?;
-        answer.await.map_err(|_| Error::ShuttingDown)
+        let asked = self.inputs.send(Input::Call(call));
+        async move {
+            asked.map_err(|_| Error::ShuttingDown)?;
+            answer.await.map_err(|_| Error::ShuttingDown)
+        }
     }
 
     /// Opens an entry for every kind of card, on a blocking thread: headers are read, small files hashed.
