@@ -158,7 +158,7 @@ impl NvmlCard {
             let status = own.p2p_status(other, P2pCapabilitiesIndex::Write);
             matches!(status, Ok(P2pStatus::Ok))
         };
-        // A card that the driver does not let be used is no peer.
+        // A card that this process may not use is no peer.
         let cards = (0..count_of(library)?).filter_map(|index| library.device_by_index(index).ok());
         let peers = cards.filter(is_peer).filter_map(|peer| peer.uuid().ok());
         Ok(peers.filter(|uuid| *uuid != self.uuid).collect())

@@ -621,8 +621,8 @@ impl Queue {
         now.await.unwrap_or_else(|_| self.status.borrow().clone())
     }
 
-    /// Refuses new jobs from this call on, not from the first poll: a caller that logs the end may do so at once. Resolves
-    /// when no job is left: at the deadline those that are left are cancelled.
+    /// Refuses new jobs from this call on, before the future is polled, so that a caller may log it at once. Jobs that are left at
+    /// the deadline are cancelled; the future resolves when no job is left.
     pub fn drain(&self, deadline: Instant) -> impl Future<Output = ()> + use<> {
         let drained = self.ask(move |core, reply, _| core.drain(deadline, reply));
         async move {
@@ -647,8 +647,7 @@ impl Queue {
         .await
     }
 
-    /// Has the core do something, and answer when it is done. The core has been asked when this returns; the future is the
-    /// answer.
+    /// Asks the core to do something, before it returns. The future resolves to the core's answer when that is done.
     fn ask<T: Send + 'static, Ask: FnOnce(&mut Core, Reply<T>, Instant) + Send + 'static>(
         &self,
         ask: Ask,

@@ -540,13 +540,13 @@ async fn a_drain_refuses_new_jobs_waits_and_then_cancels() {
     let mut first = queue.submit(load("a", "me", &["vae"])).await.unwrap();
     let order = worker.order().await;
     let mut second = queue.submit(load("b", "me", &["vae"])).await.unwrap();
-    let draining = queue.clone();
-    let drain = tokio::spawn(async move { draining.drain(Instant::now() + Duration::from_secs(5)).await });
-    settle().await;
+    let drain = queue.drain(Instant::now() + Duration::from_secs(5));
+    // Before the drain is polled.
     assert_eq!(
         queue.submit(load("a", "me", &["vae"])).await.err(),
         Some(Error::ShuttingDown)
     );
+    let drain = tokio::spawn(drain);
     worker.complete(&order);
     end(&mut first).await.unwrap();
     let order = worker.order().await;

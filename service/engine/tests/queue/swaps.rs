@@ -585,8 +585,7 @@ async fn a_drain_aborts_a_swap() {
     worker.finish(order.ticket, damaged());
     let order = worker.order().await;
     assert_eq!(order.model.key, "a");
-    let draining = queue.clone();
-    let drain = tokio::spawn(async move { draining.drain(Instant::now()).await });
+    let drain = tokio::spawn(queue.drain(Instant::now()));
     let Wire::Command(Command::Cancel(ticket)) = worker.next().await else {
         panic!()
     };
