@@ -11,6 +11,7 @@ use crate::adapter::{AdapterError, AdapterFile, AdapterReport};
 use crate::bounds::{self, too_many_references};
 use crate::errors::{ModelError, StageError};
 use crate::identity::ModelFile;
+use crate::kept::Kept;
 use crate::left_out::LeftOut;
 use crate::media::SampleFormat;
 use crate::parts::ModelParts;
@@ -222,13 +223,16 @@ pub trait Model: Send + Sync {
     /// Runs stages of several requests in shared passes, on the first rung of each; their plans have equal keys
     /// ([`SharedPass::key`](crate::SharedPass::key)), and at most [`MAX_SETS`](crate::MAX_SETS) sets of adapters, all of which the
     /// model has. Returns the values of each, in their order: one may fail or be cancelled
-    /// alone. Steps and cancellation are each stage's own ([`Observer::step_of`], [`Observer::is_cancelled`]).
+    /// alone. Steps and cancellation are each stage's own ([`Observer::step_of`], [`Observer::is_cancelled`]). `_kept` is what the
+    /// last call has left for this one, or nothing. What it leaves is part of the memory that its stages were planned with, and a pass
+    /// after which no request goes on leaves nothing.
     ///
     /// # Errors
     /// [`StageError`], if it concerns all stages.
     fn run_shared(
         &self,
         stages: &[StageRun<'_>],
+        _kept: &mut Kept,
         _observer: &mut dyn Observer,
     ) -> Result<Vec<Result<Values, StageError>>, StageError> {
         let name = stages.first().map_or("", |stage| stage.plan.name.as_str());

@@ -174,7 +174,7 @@ impl Card {
     }
 
     /// The components of a stage of which blocks are read while it runs.
-    fn parts_of<'a>(&self, need: &'a Need) -> impl Iterator<Item = &'a Component> {
+    pub(super) fn parts_of<'a>(&self, need: &'a Need) -> impl Iterator<Item = &'a Component> {
         let is_part = |c: &&Component| self.ledger.is_resident(&c.id) && !self.is_read(&c.id);
         need.components.iter().filter(is_part)
     }

@@ -9,6 +9,7 @@
 mod attempt;
 mod canary;
 mod claims;
+mod kept;
 mod link;
 mod models;
 mod moves;
@@ -30,6 +31,7 @@ use crate::messages::{Command, Event};
 pub use link::{Clock, Faults, Link, ProcessFaults, SystemClock};
 pub use thread::{CardCommands, CardThread, Events, ThreadEnd, spawn};
 
+use kept::KeptOfPass;
 use models::Models;
 use moves::MoveError;
 use on_host::OnHost;
@@ -124,6 +126,8 @@ fn prove_and_prepare(gpu: &mut dyn Gpu, timeline: &mut Timeline) -> Result<(), C
 /// A card, its ledger, models and claims.
 #[derive(Debug)]
 pub struct Card {
+    /// Dropped before the card that it is on.
+    kept: Option<KeptOfPass>,
     gpu: Box<dyn Gpu>,
     ledger: Ledger,
     models: Models,
@@ -165,6 +169,7 @@ impl Card {
         let dtype = gpu.compute_dtype();
         let now = clock.now();
         Ok(Card {
+            kept: None,
             gpu,
             ledger,
             models: Models::new(Box::new(families), dtype),

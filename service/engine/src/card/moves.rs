@@ -146,6 +146,7 @@ impl Card {
         link: &mut dyn Link,
     ) -> Result<Loaded, MoveError> {
         let started = self.clock.micros();
+        self.drop_kept();
         let mut timeline = Timeline::begin("bring a component in");
         self.ledger.begin_load(component, part, self.clock.now())?;
         let shown = moved(component, component.bytes_of(part));
@@ -227,6 +228,7 @@ impl Card {
         ticket: Option<Ticket>,
         link: &mut dyn Link,
     ) -> Result<(), MoveError> {
+        self.drop_kept();
         let started = self.clock.micros();
         let before = self
             .ledger
@@ -300,6 +302,7 @@ impl Card {
         ticket: Option<Ticket>,
         link: &mut dyn Link,
     ) -> Result<Unloaded, MoveError> {
+        self.drop_kept();
         self.ledger.begin_evict(&component.id)?;
         if let Some(ticket) = ticket {
             link.emit(Event::Progress {
@@ -339,6 +342,7 @@ impl Card {
 
     /// Returns slack to the driver. The result is the number of bytes.
     pub(super) fn trim_slack(&mut self, link: &mut dyn Link) -> Result<Bytes, MoveError> {
+        self.drop_kept();
         // Memory that other processes allocated meanwhile must not count as trimmed.
         self.reconcile_after_change()?;
         let trimmed = self.gpu.trim()?;
@@ -387,6 +391,7 @@ impl Card {
 
     /// The janitor, run on a card that has been idle for a while.
     pub(super) fn run_janitor(&mut self, link: &mut dyn Link) -> Result<(), MoveError> {
+        self.drop_kept();
         self.on_host.clear();
         self.gpu.relieve_host();
         if should_trim(&self.ledger, self.settings.slack_limit)

@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use gpu::{ComponentTensors, LoadError, Timeline};
-use model::{Model, Observer, PassesLeftOut, Piece, Role, Rung, StageError, Values};
+use model::{Kept, Model, Observer, PassesLeftOut, Piece, Role, Rung, StageError, Values};
 use ops::AttentionPaths;
 use residency::{Bytes, MemorySummary, Millis};
 
@@ -144,6 +144,7 @@ impl Card {
     ) -> Result<Result<StageResults, StageFailure>, Halt> {
         let stage = run.need.on_rung(rung, None);
         let mut timeline = Timeline::begin("run");
+        self.drop_kept_where_tight(stage.scratch)?;
         let on_host = self.components_on_host(run, rung, link)?;
         let largest_block = self.defragment(stage.scratch, link)?;
         self.reserve_where_tight(stage.scratch, link)?;
@@ -163,7 +164,17 @@ impl Card {
         self.gpu.expect_passes_of(flops);
         timeline.part("see that scratch can be had");
         let paths = AttentionPaths::now();
-        let result = self.compute(run, rung, &on_host, report, link);
+        // Not handles of what is not whole on the card: blocks change while the stage runs, and host memory is given back.
+        let keeps = run.stages.len() > 1 && on_host.is_empty() && self.parts_of(run.need).next().is_none();
+        let mut kept = match keeps {
+            true => self.take_kept(run.need),
+            false => Kept::default(),
+        };
+        let result = self.compute(run, rung, &on_host, (&mut kept, report), link);
+        match keeps && result.is_ok() {
+            true => self.hold_kept(run.need, kept, stage.scratch),
+            false => drop(kept),
+        }
         report.attention = AttentionPaths::since(paths);
         report.attention_in_fp8 = AttentionPaths::now().in_fp8 > paths.in_fp8;
         timeline.part("compute");
@@ -236,7 +247,7 @@ impl Card {
         run: &StageAttempt<'_>,
         rung: usize,
         on_host: &[(String, Arc<ComponentTensors>)],
-        report: &mut Completed,
+        (kept, report): (&mut Kept, &mut Completed),
         link: &mut dyn Link,
     ) -> Result<StageResults, StageFailure> {
         let Some((first, _)) = run.stages.split_first() else {
@@ -285,7 +296,7 @@ impl Card {
         let stages: Vec<_> = stages.collect();
         let mathematics = || match &stages[..] {
             [alone] => Ok(vec![Ok(run.model.run(alone, &mut watch)?)]),
-            shared => run.model.run_shared(shared, &mut watch),
+            shared => run.model.run_shared(shared, kept, &mut watch),
         };
         // The closure's state is either read-only or, like the link, consistent at any point.
         let given = catch_unwind(AssertUnwindSafe(mathematics));

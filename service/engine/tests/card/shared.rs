@@ -1,6 +1,6 @@
 //! Stages of several orders in one pass.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::DType;
@@ -169,4 +169,42 @@ fn an_adapter_of_another_stage_that_has_gone_fails_the_order_before_it_begins() 
     let (_, work) = round(&path, &[]);
     let alone = bench.order(&path, Work::Stage(Box::new(work)));
     bench.completed(alone);
+}
+
+/// A card on which a pass has kept handles of its components for the next.
+fn after_a_pass(folder: &Path, card: &str) -> (Bench, PathBuf) {
+    let path = write_model(folder, "small", "");
+    let mut bench = bench(card);
+    let order = shared(&mut bench, &path, &[&[], &[]]);
+    for outcome in outcomes(&mut bench, order) {
+        assert!(matches!(outcome, Outcome::Completed(_)), "{outcome:?}");
+    }
+    (bench, path)
+}
+
+#[test]
+fn what_a_pass_keeps_does_not_hold_its_components_on_the_card() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut bench, path) = after_a_pass(folder.path(), "1GiB");
+    bench.unload_all();
+    assert_eq!(bench.card.ledger().accounts().components, Bytes::ZERO);
+    assert_eq!(bench.card.ledger().accounts().slack, Bytes::ZERO);
+    // The next pass loads them again.
+    let order = shared(&mut bench, &path, &[&[], &[]]);
+    for outcome in outcomes(&mut bench, order) {
+        assert!(matches!(outcome, Outcome::Completed(_)), "{outcome:?}");
+    }
+}
+
+#[test]
+fn what_a_pass_keeps_gives_way_to_the_components_of_another_model() {
+    let folder = tempfile::tempdir().unwrap();
+    // Room for one transformer of 100 MiB, and not for two.
+    let (mut bench, _) = after_a_pass(folder.path(), "180MiB");
+    let other = write_model(folder.path(), "other", "");
+    let (_, work) = round(&other, &[]);
+    let order = bench.order(&other, Work::Stage(Box::new(work)));
+    bench.completed(order);
+    let residents = bench.card.ledger().residents();
+    assert_eq!(residents.count(), 1, "the other model's alone");
 }

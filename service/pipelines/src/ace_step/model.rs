@@ -17,7 +17,7 @@ use crate::stage::Stage;
 use crate::text::qwen3::Qwen3Config;
 use crate::text::tokenizers::QwenTokenizer;
 use crate::{
-    Audio, Family, Medium, Model, ModelError, ModelParts, Observer, OwnLayout, Precision, Request,
+    Audio, Family, Kept, Medium, Model, ModelError, ModelParts, Observer, OwnLayout, Precision, Request,
     RequestError, SampleFormat, StageError, StagePlan, StageRun, ValueShape, Values,
 };
 
@@ -222,9 +222,10 @@ impl Model for AceStepModel {
     fn run_shared(
         &self,
         stages: &[StageRun<'_>],
+        kept: &mut Kept,
         observer: &mut dyn Observer,
     ) -> Result<Vec<Result<Values, StageError>>, StageError> {
-        let results = self.denoise_shared(stages, observer);
+        let results = self.denoise_shared(stages, kept, observer);
         let results = results.map_err(|error| error.of_stage(DENOISE))?.into_iter();
         Ok(results
             .map(|result| result.map_err(|error| error.of_stage(DENOISE)))

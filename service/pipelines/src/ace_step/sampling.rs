@@ -18,7 +18,7 @@ use crate::rounds::Round;
 use crate::sampling::{Prediction, SampledLatent};
 use crate::stage::Stage;
 use crate::tensors::to_host;
-use crate::{AudioTask, HostTensor, StageError, Values};
+use crate::{AudioTask, HostTensor, StageError, StageRun, Values};
 
 /// The sigmas of `steps` steps, from 1 to the final 0, `steps + 1` values: `torch.linspace`, which computes in f32 from both
 /// ends towards the middle, shifted.
@@ -42,6 +42,26 @@ pub(super) enum Attends {
     Without,
     /// The condition of a new track, with which a cover of less strength is mixed.
     Plain,
+}
+
+/// The values of conditions, in the order of the passes that attend to them.
+const CONDITIONS: [(Attends, &str); 3] = [
+    (Attends::With, CONDITION),
+    (Attends::Without, NO_CONDITION),
+    (Attends::Plain, PLAIN_CONDITION),
+];
+
+/// The values that the conditions of a stage are made from.
+///
+/// # Errors
+/// [`StageError::BadInput`] if one is missing that the stage takes.
+pub(super) fn values_of_conditions<'a>(run: &StageRun<'a>) -> Result<Vec<&'a HostTensor>, StageError> {
+    let taken = CONDITIONS.iter().map(|(_, name)| run.value_if_taken(name));
+    Ok(taken
+        .collect::<Result<Vec<_>, _>>()?
+        .into_iter()
+        .flatten()
+        .collect())
 }
 
 /// The conditions of a request's steps, in the order of their passes.
@@ -75,16 +95,27 @@ impl Known {
         (value, set): (&HostTensor, usize),
         make: impl FnOnce() -> Result<Conditioning, StageError>,
     ) -> Result<Rc<Conditioning>, StageError> {
-        // A value that a worker was sent once is the same memory in all requests, which is not compared.
-        let is_same = |other: &HostTensor| std::ptr::eq(&*other.data, &*value.data) || other == value;
         let mut known = self.0.iter();
-        if let Some((_, _, conditioning)) = known.find(|(other, of, _)| *of == set && is_same(other)) {
+        if let Some((_, _, conditioning)) = known.find(|(other, of, _)| *of == set && is_same(value, other)) {
             return Ok(Rc::clone(conditioning));
         }
         let conditioning = Rc::new(make()?);
         self.0.push((value.clone(), set, Rc::clone(&conditioning)));
         Ok(conditioning)
     }
+
+    /// Drops those of other values and sets than these.
+    pub(super) fn keep_only(&mut self, values: &[(&HostTensor, usize)]) {
+        self.0.retain(|(value, set, _)| {
+            let mut of_set = values.iter().filter(|(_, of)| of == set);
+            of_set.any(|(other, _)| is_same(value, other))
+        });
+    }
+}
+
+/// Whether two values are equal. One that a worker was sent once is the same memory in all requests, which is not compared.
+fn is_same(value: &HostTensor, other: &HostTensor) -> bool {
+    std::ptr::eq(&*other.data, &*value.data) || other == value
 }
 
 /// A request's sampling, at a step of a round.
@@ -318,11 +349,7 @@ impl Stage<'_, AceStepModel> {
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<Conditions, StageError> {
         let mut conditions = Vec::new();
-        for (attends, name) in [
-            (Attends::With, CONDITION),
-            (Attends::Without, NO_CONDITION),
-            (Attends::Plain, PLAIN_CONDITION),
-        ] {
+        for (attends, name) in CONDITIONS {
             if attends == Attends::With || self.run.value_if_taken(name)?.is_some() {
                 let conditioning = known.of((self.run.value(name)?, set), || {
                     transformer.condition_of_set(&self.value(name)?, set, go_on)

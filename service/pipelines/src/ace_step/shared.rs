@@ -7,14 +7,15 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::buffers::StepBuffers;
+use super::config::TransformerConfig;
 use super::model::{AceStepModel, TRANSFORMER};
 use super::plan::DENOISE;
-use super::sampling::{Attends, Conditions, Known, Sampling};
+use super::sampling::{Attends, Conditions, Known, Sampling, values_of_conditions};
 use super::transformer::{Item, Times, Transformer};
 use crate::adapters::{AttachedAdapters, SetsOfItems, UsedAs};
 use crate::rounds::{check_shared, set_of_adapters};
 use crate::stage::Stage;
-use crate::{Observer, StageError, StageRun, Unobserved, Values};
+use crate::{Kept, Observer, StageError, StageRun, Unobserved, Values};
 
 /// A request in the passes.
 struct Slot {
@@ -198,6 +199,40 @@ impl Together<'_> {
     }
 }
 
+/// What passes of one key have in common: the handles of weights, the factors of adapters side by side, and the keys and values of
+/// conditions. The next round of the same requests begins with it.
+struct KeptPass {
+    /// [`SharedPass::key`](crate::SharedPass::key).
+    key: String,
+    /// The names of the sets of adapters, in the order of their numbers.
+    named: Vec<String>,
+    sets: Vec<AttachedAdapters>,
+    transformer: Transformer,
+    known: Known,
+}
+
+fn key_of(run: &StageRun<'_>) -> String {
+    run.plan
+        .shared
+        .as_ref()
+        .map_or(String::new(), |shared| shared.key.clone())
+}
+
+impl KeptPass {
+    /// Whether it is of this configuration, of the key of this stage, and of exactly the sets of these names, each named once or more.
+    fn serves(&self, config: &TransformerConfig, first: &StageRun<'_>, names: &[String]) -> bool {
+        self.transformer.config() == config
+            && self.key == key_of(first)
+            && names.iter().all(|name| self.named.contains(name))
+            && self.named.iter().all(|name| names.contains(name))
+    }
+
+    /// Number of the set of this name; the first if there is none.
+    fn number_of(&self, name: &str) -> usize {
+        self.named.iter().position(|other| other == name).unwrap_or(0)
+    }
+}
+
 impl AceStepModel {
     /// Runs rounds of several requests ([`Model::run_shared`](crate::Model::run_shared)).
     ///
@@ -206,33 +241,30 @@ impl AceStepModel {
     pub(super) fn denoise_shared(
         &self,
         stages: &[StageRun<'_>],
+        kept: &mut Kept,
         observer: &mut dyn Observer,
     ) -> Result<Vec<Result<Values, StageError>>, StageError> {
         check_shared(stages)?;
         let Some(first) = stages.first().filter(|first| first.plan.name == DENOISE) else {
             return Err(StageError::BadInput("only sampling shares passes".to_owned()));
         };
-        // Which adapters each set has, by its first stage.
-        let (mut named, mut sets): (Vec<String>, Vec<AttachedAdapters>) = (Vec::new(), Vec::new());
-        let mut set_of_stage = Vec::with_capacity(stages.len());
-        for run in stages {
-            let name = set_of_adapters(run.request);
-            let known = named.iter().position(|other| *other == name);
-            if known.is_none() {
-                let uses = &run.request.adapters;
-                let attached = self
-                    .adapters
-                    .attach(uses, TRANSFORMER, UsedAs::Steps, run.tensors);
-                sets.push(attached?);
-                named.push(name);
-            }
-            set_of_stage.push(known.unwrap_or(named.len() - 1));
+        let names: Vec<String> = stages.iter().map(|run| set_of_adapters(run.request)).collect();
+        let serves = |kept: &KeptPass| kept.serves(&self.transformer, first, &names);
+        let mut pass = match kept.take().filter(serves) {
+            Some(kept) => kept,
+            None => self.new_pass(stages, &names)?,
+        };
+        let set_of_stage: Vec<usize> = names.iter().map(|name| pass.number_of(name)).collect();
+        let mut values = Vec::new();
+        for (run, set) in stages.iter().zip(&set_of_stage) {
+            values.extend(values_of_conditions(run)?.into_iter().map(|value| (value, *set)));
         }
-        let transformer = self.transformer_of(first, &sets)?;
+        pass.known.keep_only(&values);
         let mut results: Vec<Result<Values, StageError>> = Vec::new();
-        let (mut slots, mut known): (Vec<Slot>, _) = (Vec::new(), Known::default());
+        let mut slots: Vec<Slot> = Vec::new();
+        let (transformer, sets) = (&pass.transformer, &pass.sets);
         for (number, (run, set)) in stages.iter().zip(set_of_stage).enumerate() {
-            match self.slot((number, run), (&transformer, set), &mut known, observer) {
+            match self.slot((number, run), (transformer, set), &mut pass.known, observer) {
                 Ok(slot) => {
                     // Next to each other, those with one set of adapters share the products of its terms, and those of them with
                     // one condition attend to it together.
@@ -252,10 +284,12 @@ impl AceStepModel {
         }
         let mut together = Together {
             slots,
-            sets: &sets,
+            sets,
             observer,
         };
-        together.run_all(&transformer, (self.parts.dtype(), first.device))?;
+        together.run_all(transformer, (self.parts.dtype(), first.device))?;
+        let goes_on = |slot: &Slot| slot.left.is_none() && !slot.sampling.round.is_last();
+        let any_goes_on = together.slots.iter().any(goes_on);
         for slot in together.slots {
             if let Some(result) = results.get_mut(slot.number) {
                 *result = match slot.left {
@@ -264,17 +298,36 @@ impl AceStepModel {
                 };
             }
         }
+        if any_goes_on {
+            kept.put(pass);
+        }
         Ok(results)
     }
 
-    fn transformer_of(
-        &self,
-        run: &StageRun<'_>,
-        sets: &[AttachedAdapters],
-    ) -> Result<Transformer, StageError> {
+    /// The transformer with the sets of adapters of stages, whose sets have these names.
+    fn new_pass(&self, stages: &[StageRun<'_>], names: &[String]) -> Result<KeptPass, StageError> {
+        let (mut named, mut sets): (Vec<String>, Vec<AttachedAdapters>) = (Vec::new(), Vec::new());
+        for (run, name) in stages.iter().zip(names) {
+            if !named.contains(name) {
+                let uses = &run.request.adapters;
+                let attached = self
+                    .adapters
+                    .attach(uses, TRANSFORMER, UsedAs::Steps, run.tensors);
+                sets.push(attached?);
+                named.push(name.clone());
+            }
+        }
+        let first = stages.first();
+        let first = first.ok_or_else(|| StageError::BadInput("a pass over no request".to_owned()))?;
         let mut unobserved = Unobserved;
-        let stage = Stage::new(self, run, &mut unobserved);
-        stage.transformer(sets)
+        let transformer = Stage::new(self, first, &mut unobserved).transformer(&sets)?;
+        Ok(KeptPass {
+            key: key_of(first),
+            named,
+            sets,
+            transformer,
+            known: Known::default(),
+        })
     }
 
     fn slot(

@@ -147,6 +147,11 @@ impl Transformer {
         })
     }
 
+    /// The configuration that it was made from.
+    pub(super) fn config(&self) -> &TransformerConfig {
+        &self.config
+    }
+
     /// The modulations of steps, from their times, 1 (noise) to 0, in the dtype of the activations: the reference
     /// rounds times to it.
     ///

@@ -11,8 +11,10 @@ use model::bounds::{decode_from_problem, slots_problem};
 use model::plan::only_value;
 use model::{Audio, Image, Medium, Request, RequestError, Video};
 use model::{Field, Reads};
+use model::{
+    Kept, Model, ModelError, Observer, Precision, StageError, StageRun, smaller_lengths, smaller_sides,
+};
 use model::{MediaFormat, Piece, SOUND_OF_FILM, SampleFormat, Sound};
-use model::{Model, ModelError, Observer, Precision, StageError, StageRun, smaller_lengths, smaller_sides};
 use model::{Passes, PreviewNeed, Role, Rung, Section, StagePlan, ValueShape, Values};
 use residency::{Bytes, Component, ComponentId};
 
@@ -894,10 +896,11 @@ impl Model for InstantModel {
     fn run_shared(
         &self,
         stages: &[StageRun<'_>],
+        kept: &mut Kept,
         observer: &mut dyn Observer,
     ) -> Result<Vec<Result<Values, StageError>>, StageError> {
         check_shared(stages)?;
-        let _resident = stages.iter().map(resident).collect::<Result<Vec<_>, _>>()?;
+        let resident = stages.iter().map(resident).collect::<Result<Vec<_>, _>>()?;
         let scratch = stages
             .iter()
             .map(|stage| self.real_scratch(DENOISE, 0, stage.request));
@@ -907,6 +910,15 @@ impl Model for InstantModel {
         let values = colours
             .zip(stages)
             .map(|(colour, stage)| Ok(sampled(stage, colour?)));
-        Ok(values.collect())
+        let values = values.collect();
+        // Handles of components, as a real family keeps.
+        for stage in stages {
+            let round = Round::of_plan(stage.plan, SAMPLING, self.steps_of(stage.request))?;
+            if !round.is_last() {
+                kept.put(resident);
+                break;
+            }
+        }
+        Ok(values)
     }
 }

@@ -10,7 +10,7 @@ use residency::Bytes;
 use super::*;
 use crate::Preset;
 use crate::{Clip, InitImage, Request};
-use crate::{MAX_SLOTS, Memo, Quantization};
+use crate::{Kept, MAX_SLOTS, Memo, Quantization};
 use crate::{MediaFormat, Piece, SOUND_OF_FILM};
 use crate::{Observer, StageError, StageRun, Unobserved};
 use crate::{Role, StagePlan, ValueShape, Values};
@@ -942,7 +942,7 @@ fn run_shared(
             part: None,
         })
         .collect();
-    model.run_shared(&stages, observer)
+    model.run_shared(&stages, &mut Kept::default(), observer)
 }
 
 #[test]

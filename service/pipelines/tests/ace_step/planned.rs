@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use pipelines::{AudioTask, Request, Role, StageRun, Unobserved, Values};
+use pipelines::{AudioTask, Kept, Request, Role, StageRun, Unobserved, Values};
 
 use crate::device::test_device;
 use crate::given::{folder, new_track, of_source, open};
@@ -70,7 +70,11 @@ fn shared_passes_use_the_planned_shapes() {
     };
     let mut used = BTreeSet::new();
     for slots in 1..=3 {
-        let (asked, given) = asked(|| opened.model.run_shared(&vec![run; slots], &mut Unobserved));
+        let (asked, given) = asked(|| {
+            opened
+                .model
+                .run_shared(&vec![run; slots], &mut Kept::default(), &mut Unobserved)
+        });
         assert_eq!(given.expect("values").len(), slots);
         used.extend(asked);
     }

@@ -1,8 +1,12 @@
 //! Sampling in rounds, and rounds of several requests in shared passes, against the same requests alone.
 
+use std::cell::Cell;
+use std::sync::Arc;
+
+use gpu::ComponentTensors;
 use pipelines::{
-    Audio, AudioTask, HostTensor, Medium, Observer, Piece, Request, Role, StageError, StagePlan, StageRun,
-    StrengthPoint, Unobserved, Values,
+    Audio, AudioTask, HostTensor, Kept, Medium, Observer, Piece, Request, Role, StageError, StagePlan,
+    StageRun, StrengthPoint, Unobserved, Values,
 };
 
 use crate::device::{test_device, tolerances};
@@ -178,6 +182,19 @@ fn shared(
     observer: &mut dyn Observer,
 ) -> Result<Vec<Result<Values, StageError>>, StageError> {
     let tensors = |name: &str| Ok(opened.tensors(name));
+    shared_after((opened, &tensors), slots, &mut Kept::default(), observer)
+}
+
+/// [`shared`], with what passes before it have kept.
+fn shared_after(
+    (opened, tensors): (
+        &OpenModel,
+        &dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
+    ),
+    slots: &[Slot],
+    kept: &mut Kept,
+    observer: &mut dyn Observer,
+) -> Result<Vec<Result<Values, StageError>>, StageError> {
     let stages: Vec<StageRun<'_>> = slots
         .iter()
         .map(|(plan, request, values)| StageRun {
@@ -185,12 +202,12 @@ fn shared(
             rung: 0,
             request,
             values,
-            tensors: &tensors,
+            tensors,
             device: test_device(),
             part: None,
         })
         .collect();
-    opened.model.run_shared(&stages, observer)
+    opened.model.run_shared(&stages, kept, observer)
 }
 
 /// Slots of every kind in separate rounds, with other numbers of steps.
@@ -624,4 +641,65 @@ fn only_a_pass_of_several_sets_takes_memory_for_copies_of_factors() {
     let components = opened.model.components().iter();
     let factors = components.filter(|component| component.name == "adapter:ink:transformer");
     assert!(factors.map(|component| component.bytes).sum::<residency::Bytes>() < pass(1).scratch_of_set);
+}
+
+#[test]
+fn what_a_pass_keeps_for_the_next_changes_no_bit_and_is_made_once() {
+    let folder = folder(true);
+    let (_files, opened) = open_with(folder.path(), &[INK, OIL]);
+    let asked = Cell::new(0);
+    let tensors = |name: &str| {
+        asked.set(asked.get() + usize::from(name == "transformer"));
+        Ok(opened.tensors(name))
+    };
+    let sets: [(usize, Set); 4] = [
+        (0, &[("ink", 1.0)]),
+        (1, &[]),
+        (3, &[("oil", 0.5)]),
+        (0, &[("ink", 1.0)]),
+    ];
+    let requests: Vec<Request> = (sets.iter().zip(1..))
+        .map(|(&(kind, set), seed)| Request {
+            seed,
+            steps: 4,
+            slots: 4,
+            adapters: uses(set),
+            ..kinds()[kind].1.clone()
+        })
+        .collect();
+    let mut kept = Kept::default();
+    // All rounds one after the other; in the third, two requests have changed places, and one of another set of adapters has come.
+    let rounds = |round: usize, order: &[usize]| -> Vec<Slot> {
+        let slots = order
+            .iter()
+            .map(|&number| slot(&opened, &requests[number], round));
+        slots.collect()
+    };
+    let passes = [
+        (0, vec![0, 1, 2, 3], 1),
+        (1, vec![0, 1, 2, 3], 0),
+        (2, vec![2, 1, 0], 0),
+        (2, vec![0, 1], 1),
+        (3, vec![0, 1], 0),
+    ];
+    for (number, (round, order, made)) in passes.into_iter().enumerate() {
+        let slots = rounds(round, &order);
+        let alone = shared(&opened, &slots, &mut Unobserved).expect("values");
+        asked.set(0);
+        let after = shared_after((&opened, &tensors), &slots, &mut kept, &mut Unobserved).expect("values");
+        for (after, alone) in after.into_iter().zip(alone) {
+            assert_eq!(after.expect("values"), alone.expect("values"), "pass {number}");
+        }
+        assert_eq!(asked.get(), made, "pass {number}");
+        let is_last = round == 3;
+        assert_eq!(kept.is_empty(), is_last, "pass {number}");
+    }
+    // Nothing stays for requests that are all cancelled.
+    let slots = rounds(0, &[0, 1]);
+    let mut told = Steps {
+        cancelled: vec![(0, 0), (1, 0)],
+        ..Steps::default()
+    };
+    let given = shared_after((&opened, &tensors), &slots, &mut kept, &mut told).expect("answers");
+    assert!(given.iter().all(Result::is_err) && kept.is_empty());
 }
