@@ -190,6 +190,7 @@ fn what_a_pass_keeps_does_not_hold_its_components_on_the_card() {
     assert_eq!(bench.card.ledger().accounts().components, Bytes::ZERO);
     assert_eq!(bench.card.ledger().accounts().slack, Bytes::ZERO);
     // The next pass loads them again.
+    bench.link.events.clear();
     let order = shared(&mut bench, &path, &[&[], &[]]);
     for outcome in outcomes(&mut bench, order) {
         assert!(matches!(outcome, Outcome::Completed(_)), "{outcome:?}");

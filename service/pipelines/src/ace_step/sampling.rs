@@ -51,17 +51,10 @@ const CONDITIONS: [(Attends, &str); 3] = [
     (Attends::Plain, PLAIN_CONDITION),
 ];
 
-/// The values that the conditions of a stage are made from.
-///
-/// # Errors
-/// [`StageError::BadInput`] if one is missing that the stage takes.
-pub(super) fn values_of_conditions<'a>(run: &StageRun<'a>) -> Result<Vec<&'a HostTensor>, StageError> {
-    let taken = CONDITIONS.iter().map(|(_, name)| run.value_if_taken(name));
-    Ok(taken
-        .collect::<Result<Vec<_>, _>>()?
-        .into_iter()
-        .flatten()
-        .collect())
+/// The values that the conditions of a stage are made from. One that is missing fails its stage alone, where its condition is made.
+pub(super) fn values_of_conditions<'a>(run: &'a StageRun<'_>) -> impl Iterator<Item = &'a HostTensor> {
+    let taken = CONDITIONS.iter();
+    taken.filter_map(|(_, name)| run.value_if_taken(name).ok().flatten())
 }
 
 /// The conditions of a request's steps, in the order of their passes.

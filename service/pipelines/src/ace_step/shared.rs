@@ -257,7 +257,7 @@ impl AceStepModel {
         let set_of_stage: Vec<usize> = names.iter().map(|name| pass.number_of(name)).collect();
         let mut values = Vec::new();
         for (run, set) in stages.iter().zip(&set_of_stage) {
-            values.extend(values_of_conditions(run)?.into_iter().map(|value| (value, *set)));
+            values.extend(values_of_conditions(run).map(|value| (value, *set)));
         }
         pass.known.keep_only(&values);
         let mut results: Vec<Result<Values, StageError>> = Vec::new();
