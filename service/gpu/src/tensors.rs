@@ -44,7 +44,7 @@ pub(crate) trait Streams: fmt::Debug + Send + Sync {
     /// As [`WeightStream::enter`].
     fn enter(&self, place: BlockPlace) -> Result<(), LoadError>;
 
-    /// Whether all blocks are on the card, and it only takes the time for them.
+    /// Whether all blocks are on the card to stay.
     fn is_whole(&self) -> bool {
         false
     }

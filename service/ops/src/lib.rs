@@ -40,6 +40,7 @@ mod pictures;
 mod place;
 mod planned;
 mod product;
+mod recorded;
 mod relative_bias;
 mod rope;
 mod rows;
@@ -81,6 +82,7 @@ pub use norm::{
 pub use pcm16::pcm16;
 pub use pictures::{blank, blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
 pub use planned::{AttentionShape, ConvolutionShape, MaskShape, PLANNED_TARGET, Planned};
+pub use recorded::{RecordedWork, record};
 pub use relative_bias::relative_bias;
 pub use rope::{Angles, Pairs, QkNorm, qk_norm_rope};
 pub use sequence::{Reach, SequenceFilter, SequenceShape, Through};

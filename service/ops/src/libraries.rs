@@ -190,6 +190,17 @@ impl AttentionPaths {
         AttentionPaths::now().beyond(before, || libraries().cudnn.unwrap_or_default())
     }
 
+    /// The calls since `before`.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn less(self, before: AttentionPaths) -> AttentionPaths {
+        AttentionPaths {
+            cudnn: self.cudnn - before.cudnn,
+            own: self.own - before.own,
+            cpu: self.cpu - before.cpu,
+            in_fp8: self.in_fp8 - before.in_fp8,
+        }
+    }
+
     fn beyond(self, before: AttentionPaths, version: impl FnOnce() -> String) -> String {
         let cudnn = (self.cudnn > before.cudnn).then(|| format!("cudnn {}", version()));
         let own = (self.own > before.own).then(|| OWN_KERNELS.to_owned());
@@ -205,6 +216,19 @@ impl AttentionPaths {
 pub(crate) fn count_attention(by_cudnn: bool) {
     let path = if by_cudnn { &BY_CUDNN } else { &BY_OWN_KERNELS };
     path.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Counts attention calls that are made again by recorded work.
+pub(crate) fn count_attention_paths(calls: AttentionPaths) {
+    let all = [
+        (&BY_CUDNN, calls.cudnn),
+        (&BY_OWN_KERNELS, calls.own),
+        (&ON_CPU, calls.cpu),
+        (&IN_FP8, calls.in_fp8),
+    ];
+    for (path, count) in all {
+        path.fetch_add(count, Ordering::Relaxed);
+    }
 }
 
 /// Counts an attention call in e4m3, beside its path.

@@ -249,6 +249,10 @@ impl Streams for CudaWeightStream {
     fn enter(&self, place: BlockPlace) -> Result<(), LoadError> {
         self.turn(place)
     }
+
+    fn is_whole(&self) -> bool {
+        self.index.is_empty() && !self.has_unread()
+    }
 }
 
 /// Tensors whose memory is a region's: they must not free it.

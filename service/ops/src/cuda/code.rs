@@ -11,22 +11,11 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaFunction, CudaStream, DriverError, sys};
 
+use super::capture::{CapturedGraph, kind_of};
+
 /// A capturing stream.
 pub(crate) struct Recorder {
     stream: Arc<CudaStream>,
-}
-
-/// The captured graph.
-struct CapturedGraph(sys::CUgraph);
-
-impl Drop for CapturedGraph {
-    fn drop(&mut self) {
-        if !self.0.is_null() {
-            // A failure cannot be handled: it leaks some bytes on the host.
-            // SAFETY: the graph is alive, and destroyed once.
-            let _ = unsafe { sys::cuGraphDestroy(self.0) };
-        }
-    }
 }
 
 impl Recorder {
@@ -46,24 +35,9 @@ impl Recorder {
     /// # Errors
     /// Errors of the driver. Errors of `queue` are not returned: the work enqueued before such an error is loaded.
     pub(crate) fn load_queued(&self, queue: impl FnOnce()) -> Result<usize, DriverError> {
-        self.stream.context().bind_to_thread()?;
-        let raw = self.stream.cu_stream();
-        let relaxed = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the stream is alive, and used by this thread only.
-        unsafe { sys::cuStreamBeginCapture_v2(raw, relaxed) }.result()?;
-        queue();
-        let mut graph = CapturedGraph(ptr::null_mut());
-        // SAFETY: the stream is capturing since the call above; the call writes one pointer.
-        unsafe { sys::cuStreamEndCapture(raw, &raw mut graph.0) }.result()?;
-        let mut count = 0;
-        // SAFETY: the graph is alive; without a list the call writes the number of nodes.
-        unsafe { sys::cuGraphGetNodes(graph.0, ptr::null_mut(), &raw mut count) }.result()?;
-        let mut nodes = vec![ptr::null_mut(); count];
-        // SAFETY: as above; the list has this capacity.
-        unsafe { sys::cuGraphGetNodes(graph.0, nodes.as_mut_ptr(), &raw mut count) }.result()?;
-        nodes.truncate(count);
+        let graph = CapturedGraph::of(&self.stream, queue)?;
         let mut loaded = 0;
-        for node in nodes {
+        for node in graph.nodes()? {
             if let Some(kernel) = kernel_of(node)? {
                 // SAFETY: the function is of this context, and alive as long as the library that has it.
                 unsafe { sys::cuFuncLoad(kernel) }.result()?;
@@ -76,10 +50,7 @@ impl Recorder {
 
 /// The function that a kernel node launches.
 fn kernel_of(node: sys::CUgraphNode) -> Result<Option<sys::CUfunction>, DriverError> {
-    let mut kind = sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_EMPTY;
-    // SAFETY: the node is of a graph that is alive; the call writes its kind.
-    unsafe { sys::cuGraphNodeGetType(node, &raw mut kind) }.result()?;
-    if kind != sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL {
+    if kind_of(node)? != sys::CUgraphNodeType::CU_GRAPH_NODE_TYPE_KERNEL {
         return Ok(None);
     }
     // SAFETY: plain data, which the call writes.

@@ -6,6 +6,7 @@ mod apply_norm;
 mod attention;
 mod attention_in_fp8;
 mod blocks;
+mod capture;
 mod code;
 mod convolve;
 mod elementwise;
@@ -16,6 +17,7 @@ mod moments;
 mod norm;
 mod pictures;
 mod product;
+mod recorded;
 mod rope;
 mod sequence;
 
@@ -58,6 +60,7 @@ pub(crate) use linear::{
 pub(crate) use moments::group_moments;
 pub(crate) use norm::norm;
 pub(crate) use pictures::{blend, bytes_to_map, map_to_bytes, map_to_planes, planes_to_map};
+pub(crate) use recorded::{Graph, note_plan};
 pub(crate) use rope::qk_norm_rope;
 pub(crate) use sequence::{antialiased_snake, folded, pcm16, snake, weight_scales};
 
@@ -478,6 +481,7 @@ fn aligned(bytes: &Tensor) -> Result<Tensor> {
         }
     };
     if is_aligned {
+        address_of(bytes)?; // recorded work keeps it
         Ok(bytes.clone())
     } else {
         bytes.force_contiguous()
@@ -515,7 +519,9 @@ pub(crate) fn address_of(x: &Tensor) -> Result<u64> {
         CudaStorageSlice::F64(slice) => slice.device_ptr(&stream).0,
         _ => candle_core::bail!("numbers of type {:?} have no use on a CUDA device", x.dtype()),
     };
-    Ok(begin + (layout.start_offset() * x.dtype().size_in_bytes()) as u64)
+    let address = begin + (layout.start_offset() * x.dtype().size_in_bytes()) as u64;
+    recorded::note(x, address);
+    Ok(address)
 }
 
 /// Suffix of a dtype in the kernels' names.

@@ -249,8 +249,9 @@ fn make_room<S: PlanShape>(made: &mut Made<S>, shape: &S, stream: &CudaStream) -
     Ok(())
 }
 
-fn run(plan: &Plan, handle: *mut c_void, at: &[(i64, u64)], workspace: u64) -> Result<()> {
+fn run(plan: &Arc<Plan>, handle: *mut c_void, at: &[(i64, u64)], workspace: u64) -> Result<()> {
     debug_assert!(plan.workspace() <= WORKSPACE_BYTES);
+    crate::cuda::note_plan(plan);
     plan.run(handle, at, workspace).map_err(failed)
 }
 

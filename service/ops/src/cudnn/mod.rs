@@ -25,6 +25,7 @@ mod without_card;
 use std::collections::HashMap;
 use std::fmt::{self, Debug, Display, Formatter};
 use std::hash::Hash;
+use std::sync::Arc;
 
 use gpu::Timeline;
 
@@ -33,7 +34,8 @@ use attention::Scalars;
 use graph::{DataType, Graph, Wanted};
 #[cfg(not(feature = "cuda"))]
 use in_tiles::InTiles;
-use plan::{CompileTarget, Plan};
+use plan::CompileTarget;
+pub(crate) use plan::Plan;
 #[cfg(not(feature = "cuda"))]
 use plans::Folder;
 
@@ -297,8 +299,8 @@ impl Maker {
     }
 }
 
-/// In-memory cache of plans by shape; `None` for refusals.
-struct Made<S>(HashMap<S, Option<Plan>>);
+/// In-memory cache of plans by shape; `None` for refusals. Recorded work keeps the plans that it was enqueued by.
+struct Made<S>(HashMap<S, Option<Arc<Plan>>>);
 
 impl<S: PlanShape> Made<S> {
     fn new() -> Made<S> {
@@ -317,10 +319,10 @@ impl<S: PlanShape> Made<S> {
 
     /// The plan of a shape, or `None` if cuDNN has none: from the cache, from background compilation, or compiled
     /// now. A failure before execution is a refusal, unless the card is at fault.
-    fn plan(&mut self, maker: &Maker, ahead: &Ahead<Maker>, shape: &S) -> Outcome<Option<&Plan>> {
+    fn plan(&mut self, maker: &Maker, ahead: &Ahead<Maker>, shape: &S) -> Outcome<Option<&Arc<Plan>>> {
         if !self.0.contains_key(shape) {
             let plan = match found_or_made(maker, ahead, shape) {
-                Ok(plan) => Some(plan),
+                Ok(plan) => Some(Arc::new(plan)),
                 Err(failure) if failure.is_of_the_card() => return Err(failure),
                 Err(failure) => {
                     tracing::info!(%failure, ?shape, "cuDNN does not take it: other kernels do");

@@ -60,6 +60,12 @@ pub(crate) struct Plan {
     workspace: usize,
 }
 
+// SAFETY: its descriptors are finalized, so no thread changes them; whoever runs it has a handle for itself alone, and the last owner
+// destroys it.
+unsafe impl Send for Plan {}
+// SAFETY: as above.
+unsafe impl Sync for Plan {}
+
 /// The descriptors of a plan, dropped last to first.
 struct Kept(Vec<Descriptor>);
 
