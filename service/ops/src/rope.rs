@@ -118,6 +118,9 @@ fn on_cpu(
     pairs: Pairs,
 ) -> Result<()> {
     let (_, tokens, heads, width) = x.dims4()?;
+    if heads == 0 {
+        return Ok(());
+    }
     let half = width / 2;
     let rotate = |cos: Option<(&[f32], &[f32])>, numbers: &mut [f32]| {
         if let Some((weight, eps, group)) = norm {
@@ -267,6 +270,31 @@ mod tests {
                         assert_eq!(rest.abs()?.sum_all()?.to_scalar::<f32>()?, 0.0);
                     }
                 }
+            }
+        }
+        Ok(())
+    }
+
+    #[test]
+    fn queries_or_keys_alone_are_normalized_as_with_the_others() -> Result<()> {
+        for (dtype, width) in [(DType::F32, 6), (DType::BF16, 128)] {
+            let to = |x: &Tensor| here(x).to_dtype(dtype);
+            let weights = [to(&random(&[width], 4)?)?, to(&random(&[width], 5)?)?];
+            let norm = QkNorm::PerHead {
+                q: &weights[0],
+                k: &weights[1],
+                eps: 1e-5,
+            };
+            let both = || -> Result<[Tensor; 2]> {
+                let q = to(&random(&[2, 5, 4, width], 1)?)?;
+                Ok([q, to(&random(&[2, 5, 2, width], 2)?)?])
+            };
+            let ([q, k], [alone_q, alone_k]) = (both()?, both()?);
+            qk_norm_rope(&q, &k, norm, None, Pairs::Halves)?;
+            qk_norm_rope(&alone_q, &alone_k.narrow(2, 0, 0)?, norm, None, Pairs::Halves)?;
+            qk_norm_rope(&alone_q.narrow(2, 0, 0)?, &alone_k, norm, None, Pairs::Halves)?;
+            for (one, other) in [(q, alone_q), (k, alone_k)] {
+                assert_close(&found(&one)?, &found(&other)?, 0.0)?;
             }
         }
         Ok(())

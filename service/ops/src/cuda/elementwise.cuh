@@ -98,11 +98,12 @@ struct GluArguments {
 template <bool WIDE, class T>
 __device__ inline void glu_unit(const GluArguments& a, Unit unit) {
     float numbers[UNIT], up[UNIT];
+    // Both are read before either is used.
     read_unit<WIDE>(a.gate.row<const T>(unit.row), unit.column, a.columns, numbers);
-    for (unsigned i = 0; i < UNIT; i++) numbers[i] = activated(numbers[i], a.by, a.most);
-    if (a.has_up) {
-        read_unit<WIDE>(a.up.row<const T>(unit.row), unit.column, a.columns, up);
-        for (unsigned i = 0; i < UNIT; i++) numbers[i] *= up[i];
+    if (a.has_up) read_unit<WIDE>(a.up.row<const T>(unit.row), unit.column, a.columns, up);
+    for (unsigned i = 0; i < UNIT; i++) {
+        numbers[i] = activated(numbers[i], a.by, a.most);
+        if (a.has_up) numbers[i] *= up[i];
     }
     write_unit<WIDE>(numbers, a.out.row<T>(unit.row), unit.column, a.columns);
 }

@@ -94,19 +94,26 @@ __device__ inline void rope(const RopeArguments& a) {
     }
 }
 
-// Specialization for heads of 128 adjacent pairs aligned to 16 bytes: half a warp per head, four pairs per lane, read
-// and written once. A block has as many half warps as heads, or loops.
-template <class T>
+// Specializations for heads of 128 numbers aligned to 16 bytes: half a warp per head, eight numbers per lane, read and written once.
+// A block has as many half warps as heads, or loops. Pairs are adjacent numbers, or (halves) those of lanes eight apart, which may be
+// without a rotation.
+template <class T, bool HALVES>
 __device__ inline void rope_128(const RopeArguments& a) {
-    constexpr unsigned PAIRS = UNIT / 2, LANES = 16;
+    constexpr unsigned LANES = 16, PAIRS = HALVES ? UNIT : UNIT / 2;
     const RopeTask<T> task(a);
     const unsigned token = task.token, lane = threadIdx.x % LANES;
     T* x = task.x;
     const T* weight = task.weight;
+    const bool turns = !HALVES || a.cos;
     float by[UNIT], cos[PAIRS], sin[PAIRS];
     if (weight) read_wide(weight + lane * UNIT, by);
-    load<uint4>(a.cos + static_cast<size_t>(token) * 64 + lane * PAIRS, cos);
-    load<uint4>(a.sin + static_cast<size_t>(token) * 64 + lane * PAIRS, sin);
+    if (turns) {
+        const size_t first = static_cast<size_t>(token) * 64 + (lane * PAIRS) % 64;
+        for (unsigned i = 0; i < PAIRS; i += 4) {
+            load<uint4>(a.cos + first + i, cos + i);
+            load<uint4>(a.sin + first + i, sin + i);
+        }
+    }
     // Both halves of a warp loop equally often, since they reduce together.
     for (unsigned first = 0; first < task.heads; first += blockDim.x / LANES) {
         const unsigned head = first + threadIdx.x / LANES;
@@ -121,10 +128,18 @@ __device__ inline void rope_128(const RopeArguments& a) {
             const float factor = 1.0f / sqrtf(square / 128.0f + a.eps);
             for (unsigned i = 0; i < UNIT; i++) n[i] = n[i] * factor * by[i];
         }
-        for (unsigned pair = 0; pair < PAIRS; pair++) {
-            const float left = n[2 * pair], right = n[2 * pair + 1];
-            n[2 * pair] = left * cos[pair] - right * sin[pair];
-            n[2 * pair + 1] = right * cos[pair] + left * sin[pair];
+        if (HALVES && turns) {
+            for (unsigned i = 0; i < UNIT; i++) {
+                const float other = __shfl_xor_sync(0xFFFFFFFFu, n[i], LANES / 2);
+                n[i] = lane < LANES / 2 ? n[i] * cos[i] - other * sin[i] : n[i] * cos[i] + other * sin[i];
+            }
+        }
+        if (!HALVES) {
+            for (unsigned pair = 0; pair < UNIT / 2; pair++) {
+                const float left = n[2 * pair], right = n[2 * pair + 1];
+                n[2 * pair] = left * cos[pair] - right * sin[pair];
+                n[2 * pair + 1] = right * cos[pair] + left * sin[pair];
+            }
         }
         if (is_there) write_wide(n, numbers);
     }
@@ -137,9 +152,11 @@ __device__ inline void rope_128(const RopeArguments& a) {
 ROPE(f32, float)
 ROPE(f16, __half)
 ROPE(bf16, __nv_bfloat16)
-#define ROPE_128(name, T)                                                                             \
-    extern "C" __global__ void __launch_bounds__(512) rope_128_##name(moored::RopeArguments a) {      \
-        moored::rope_128<T>(a);                                                                       \
+#define ROPE_128(name, pairs, T, HALVES)                                                                \
+    extern "C" __global__ void __launch_bounds__(512) rope_128_##pairs##_##name(moored::RopeArguments a) { \
+        moored::rope_128<T, HALVES>(a);                                                                 \
     }
-ROPE_128(f16, __half)
-ROPE_128(bf16, __nv_bfloat16)
+ROPE_128(f16, neighbours, __half, false)
+ROPE_128(bf16, neighbours, __nv_bfloat16, false)
+ROPE_128(f16, halves, __half, true)
+ROPE_128(bf16, halves, __nv_bfloat16, true)

@@ -9,7 +9,7 @@ use crate::rope::{Angles, Pairs, QkNorm};
 /// Block size.
 const THREADS: usize = 256;
 
-/// Bytes that the kernel for heads of 128 adjacent pairs reads at a time; its threads per head, and maximum block
+/// Bytes that the kernels for heads of 128 numbers read at a time; its threads per head, and maximum block
 /// size.
 const WIDE: u64 = 16;
 const OF_HEAD: usize = 16;
@@ -98,19 +98,13 @@ pub(crate) fn qk_norm_rope(
         .chain([arguments.cos, arguments.sin])
         .chain(strides.iter().flatten().map(|stride| stride * size))
         .all(|at| at.is_multiple_of(WIDE));
-    let is_common = width == 128
-        && pairs == Pairs::Neighbours
-        && angles.is_some()
-        && !is_across
-        && is_wide
-        && q.dtype() != DType::F32;
     let heads = q.dims()[2].max(k.dims()[2]);
-    let (kernel, threads) = match is_common {
-        true => (
-            "rope_128",
-            (heads * OF_HEAD).next_multiple_of(32).min(MAX_THREADS),
-        ),
-        false => ("rope", THREADS),
+    let of_heads = (heads * OF_HEAD).next_multiple_of(32).min(MAX_THREADS);
+    let is_common = width == 128 && !is_across && is_wide && q.dtype() != DType::F32;
+    let (kernel, threads) = match (pairs, angles) {
+        (Pairs::Neighbours, Some(_)) if is_common => ("rope_128_neighbours", of_heads),
+        (Pairs::Halves, _) | (_, None) if is_common => ("rope_128_halves", of_heads),
+        (Pairs::Neighbours | Pairs::Halves, _) => ("rope", THREADS),
     };
     let name = format!("{kernel}_{}", kernel_dtype(q.dtype())?);
     let device = q.device().as_cuda_device()?;
