@@ -49,6 +49,54 @@ pub struct StepBuffers {
     pub(super) channels: usize,
 }
 
+impl StepBuffers {
+    /// The input of the request at a place.
+    pub(super) fn input(&self, place: usize) -> Result<&Tensor> {
+        match self.inputs.get(place) {
+            Some(input) => Ok(input),
+            None => candle_core::bail!("no place {place} in a pass"),
+        }
+    }
+
+    /// Takes the source and mask of a request, `[frames, 2 channels]`.
+    ///
+    /// # Errors
+    /// When there is no such place, or shapes do not match; errors of the device.
+    pub(super) fn put_context(&self, place: usize, context: &Tensor) -> Result<()> {
+        self.put(place, (0, 2 * self.channels), context)
+    }
+
+    /// Takes the latents of a request, `[frames, channels]`.
+    ///
+    /// # Errors
+    /// As of [`StepBuffers::put_context`].
+    pub(super) fn put_latents(&self, place: usize, latents: &Tensor) -> Result<()> {
+        self.put(place, (2 * self.channels, self.channels), latents)
+    }
+
+    fn put(&self, place: usize, (first, count): (usize, usize), columns: &Tensor) -> Result<()> {
+        if columns.dims() != [self.frames, count] {
+            let found = columns.dims();
+            candle_core::bail!("{found:?} in a pass of {} frames by {count}", self.frames);
+        }
+        let input = self.input(place)?.narrow(0, 0, self.frames)?;
+        ops::copy_rows(columns, &input.narrow(1, first, count)?)
+    }
+
+    /// The velocity of the item of this number in the pass that was computed last, `[frames, channels]`, valid until the next pass.
+    ///
+    /// # Errors
+    /// When there is no such item.
+    pub(super) fn velocity(&self, item: usize) -> Result<Tensor> {
+        let (_, tokens, width) = self.output.dims3()?;
+        let rows = self
+            .output
+            .get(item)?
+            .reshape((tokens * width / self.channels, self.channels))?;
+        rows.narrow(0, 0, self.frames)
+    }
+}
+
 /// Elements per token of the first shared buffer: queries, keys and values, or the gate.
 fn first_width(layer: &LayerConfig) -> usize {
     (layer.queries() + 2 * layer.keys()).max(layer.intermediate_size)

@@ -109,9 +109,8 @@ impl Attention {
         let shape = (1, count, layer.num_key_value_heads, layer.head_dim);
         let key = self.key.forward_of_items(others, set)?.reshape(shape)?;
         let value = self.value.forward_of_items(others, set)?.reshape(shape)?;
-        // The operation normalizes queries too: here there are no queries.
-        let none = Tensor::zeros((1, count, 1, layer.head_dim), key.dtype(), key.device())?;
-        qk_norm_rope(&none, &key, self.norm(), None, Pairs::Halves)?;
+        // The operation normalizes queries too: here there are none.
+        qk_norm_rope(&key.narrow(2, 0, 0)?, &key, self.norm(), None, Pairs::Halves)?;
         Ok((key, value))
     }
 
@@ -121,15 +120,15 @@ impl Attention {
         let TokenBuffers {
             normed,
             query,
-            key: unused,
+            key,
             attended,
             scratch,
             sets,
             ..
         } = buffers;
         linears_of_items_into(normed, &[(&self.query, query)], sets, scratch)?;
-        // The operation normalizes keys too: those in the buffer are no longer needed.
-        qk_norm_rope(query, unused, self.norm(), None, Pairs::Halves)?;
+        // The operation normalizes keys too: these are normalized already.
+        qk_norm_rope(query, &key.narrow(2, 0, 0)?, self.norm(), None, Pairs::Halves)?;
         for Others { items, keys, values } in others {
             let (query, attended) = buffers.as_one(items.clone())?;
             ops::attention(&query, keys, values, self.scale, Mask::None, &attended)?;

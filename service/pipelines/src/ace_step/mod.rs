@@ -10,6 +10,7 @@ mod checkpoint;
 mod condition;
 mod config;
 mod guidance;
+mod kept;
 mod layers;
 mod layout;
 mod model;
@@ -34,7 +35,7 @@ pub use config::{ConditionConfig, LayerConfig, TokenConfig, TransformerConfig};
 pub use guidance::Guidance;
 pub use sampling::sigmas;
 pub use tokens::{AudioDetokenizer, AudioTokenizer, Tokens};
-pub use transformer::{Conditioning, Item, Times, Transformer};
+pub use transformer::{Conditioning, Times, Transformer};
 
 /// The further names of the transformer's layers, and its tensors.
 #[cfg(test)]

@@ -455,17 +455,15 @@ impl AceStepModel {
             .collect();
         let tokens = self.transformer.tokens(frames);
         let rows = |requests: usize| (requests * tokens).max(attended.iter().copied().max().unwrap_or(0));
-        // In shared passes each condition has separate modulations.
-        let longest = rounds.iter().map(|round| round.steps.len()).max().unwrap_or(0);
-        let of_round = (longest * attended.len()) as u32;
+        // In shared passes each request has the modulations of all its steps, and of the one that a pass computes.
         let modulated = match is_in_rounds(request) {
-            true => steps.max(of_round),
+            true => steps + 1,
             false => steps,
         };
         let buffers = denoise_scratch(&self.transformer, frames, &attended, modulated, dtype);
-        let each = request_scratch(&self.transformer, frames, &attended, of_round, dtype);
+        let each = request_scratch(&self.transformer, frames, &attended, modulated, dtype);
         let scratch = denoiser.scratch(buffers, rows(1), modulated, request);
-        let of_two = denoiser.scratch(buffers + each, rows(2), modulated + of_round, request);
+        let of_two = denoiser.scratch(buffers + each, rows(2), modulated, request);
         let multiplied = self.parts.components.as_multiplied(TRANSFORMER);
         let key = format!("{frames} frames {dtype:?}{multiplied}");
         let all_rows = rows(request.slots as usize);

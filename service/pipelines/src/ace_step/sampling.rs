@@ -5,6 +5,7 @@ use std::rc::Rc;
 use candle_core::{DType, Device, Tensor};
 
 use super::guidance::Guidance;
+use super::kept::MadeFrom;
 use super::model::{AceStepModel, TRANSFORMER};
 use super::plan::{
     CONDITION, GUIDANCE, HINT, LATENT, NO_CONDITION, PLAIN_CONDITION, SAMPLING, SILENCE, SOURCE,
@@ -57,14 +58,19 @@ pub(super) fn values_of_conditions<'a>(run: &'a StageRun<'_>) -> impl Iterator<I
     taken.filter_map(|(_, name)| run.value_if_taken(name).ok().flatten())
 }
 
+/// The silence of a stage, as of [`values_of_conditions`].
+pub(super) fn silence_of<'a>(run: &'a StageRun<'_>) -> Option<&'a HostTensor> {
+    run.value_if_taken(SILENCE).ok().flatten()
+}
+
 /// The conditions of a request's steps, in the order of their passes.
 pub(super) struct Conditions(Vec<(Attends, Rc<Conditioning>)>);
 
 impl Conditions {
-    pub(super) fn all(&self) -> impl Iterator<Item = (Attends, &Conditioning)> {
+    pub(super) fn all(&self) -> impl Iterator<Item = (Attends, &Rc<Conditioning>)> {
         self.0
             .iter()
-            .map(|(attends, conditioning)| (*attends, &**conditioning))
+            .map(|(attends, conditioning)| (*attends, conditioning))
     }
 
     /// Whether the first pass of both attends to one conditioning.
@@ -76,46 +82,11 @@ impl Conditions {
     }
 }
 
-/// The conditionings of a stage's requests by the values that they are made from, and by the set of adapters: requests in which both are
-/// equal have one.
-#[derive(Default)]
-pub(super) struct Known(Vec<(HostTensor, usize, Rc<Conditioning>)>);
-
-impl Known {
-    /// That of a value with a set of adapters, which `make` makes the first time.
-    fn of(
-        &mut self,
-        (value, set): (&HostTensor, usize),
-        make: impl FnOnce() -> Result<Conditioning, StageError>,
-    ) -> Result<Rc<Conditioning>, StageError> {
-        let mut known = self.0.iter();
-        if let Some((_, _, conditioning)) = known.find(|(other, of, _)| *of == set && is_same(value, other)) {
-            return Ok(Rc::clone(conditioning));
-        }
-        let conditioning = Rc::new(make()?);
-        self.0.push((value.clone(), set, Rc::clone(&conditioning)));
-        Ok(conditioning)
-    }
-
-    /// Drops those of other values and sets than these.
-    pub(super) fn keep_only(&mut self, values: &[(&HostTensor, usize)]) {
-        self.0.retain(|(value, set, _)| {
-            let mut of_set = values.iter().filter(|(_, of)| of == set);
-            of_set.any(|(other, _)| is_same(value, other))
-        });
-    }
-}
-
-/// Whether two values are equal. One that a worker was sent once is the same memory in all requests, which is not compared.
-fn is_same(value: &HostTensor, other: &HostTensor) -> bool {
-    std::ptr::eq(&*other.data, &*value.data) || other == value
-}
-
 /// A request's sampling, at a step of a round.
 pub(super) struct Sampling {
     pub(super) round: Round,
     /// Source and mask, `[frames, 2 channels]`.
-    pub(super) context: Tensor,
+    pub(super) context: Rc<Tensor>,
     /// `[frames, channels]`.
     pub(super) latent: SampledLatent,
     /// The guidance of a guided request.
@@ -147,7 +118,10 @@ impl Sampling {
     ///
     /// # Errors
     /// [`StageError::BadInput`] for values that do not fit; errors of the device.
-    pub(super) fn begin(stage: &Stage<'_, AceStepModel>) -> Result<Sampling, StageError> {
+    pub(super) fn begin(
+        stage: &Stage<'_, AceStepModel>,
+        contexts: &mut MadeFrom<HostTensor, Tensor>,
+    ) -> Result<Sampling, StageError> {
         let (model, request) = (stage.model, stage.run.request);
         let (dtype, device) = stage.on();
         let audio = stage.audio()?;
@@ -160,7 +134,7 @@ impl Sampling {
         if stage.run.value_if_taken(LATENT)?.is_some() {
             source = Some(stage.host_value(LATENT)?.squeeze(0)?);
         }
-        let context = stage.context(source.as_ref())?;
+        let context = stage.context(source.as_ref(), contexts)?;
         let frames = context.dim(0)?;
         let mut sigmas = sigmas(request.steps, model.shift);
         let first_step = first_step_of(request, audio).min(request.steps.saturating_sub(1));
@@ -205,7 +179,7 @@ impl Sampling {
         };
         Ok(Sampling {
             round,
-            context: context.to_dtype(dtype)?.to_device(device)?,
+            context,
             latent: SampledLatent::new(&latent, sigmas, None, (dtype, device))?,
             guidance,
             strength: request.strength,
@@ -297,8 +271,26 @@ impl Sampling {
 }
 
 impl Stage<'_, AceStepModel> {
+    /// Source and mask of a request, `[frames, 2 channels]` on the device. New tracks of one length have one, `contexts` has it after
+    /// the first.
+    fn context(
+        &self,
+        source: Option<&Tensor>,
+        contexts: &mut MadeFrom<HostTensor, Tensor>,
+    ) -> Result<Rc<Tensor>, StageError> {
+        let (dtype, device) = self.on();
+        let make = || {
+            let context = self.host_context(source)?;
+            Ok(context.to_dtype(dtype)?.to_device(device)?)
+        };
+        match self.audio()?.task {
+            AudioTask::TextToMusic => contexts.of((self.run.value(SILENCE)?, 0), make),
+            _ => Ok(Rc::new(make()?)),
+        }
+    }
+
     /// Source and mask of a request, f32 `[frames, 2 channels]` in host memory.
-    pub(super) fn context(&self, source: Option<&Tensor>) -> Result<Tensor, StageError> {
+    fn host_context(&self, source: Option<&Tensor>) -> Result<Tensor, StageError> {
         let audio = self.audio()?;
         let silence = self.host_value(SILENCE)?;
         let (frames, _) = silence.dims2()?;
@@ -338,7 +330,7 @@ impl Stage<'_, AceStepModel> {
     pub(super) fn conditions(
         &self,
         (transformer, set): (&Transformer, usize),
-        known: &mut Known,
+        known: &mut MadeFrom<HostTensor, Conditioning>,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<Conditions, StageError> {
         let mut conditions = Vec::new();
@@ -356,14 +348,14 @@ impl Stage<'_, AceStepModel> {
     /// The conditions of a request that is alone in its passes.
     fn conditions_alone(&self, transformer: &Transformer) -> Result<Conditions, StageError> {
         let mut go_on = || self.observer.check_cancelled();
-        self.conditions((transformer, 0), &mut Known::default(), &mut go_on)
+        self.conditions((transformer, 0), &mut MadeFrom::default(), &mut go_on)
     }
 
     /// Runs a round that is alone in its passes. For most requests this is a round of all steps.
     pub(super) fn denoise(&mut self) -> Result<Values, StageError> {
         let (model, request) = (self.model, self.run.request);
         let on = self.on();
-        let mut sampling = Sampling::begin(self)?;
+        let mut sampling = Sampling::begin(self, &mut MadeFrom::default())?;
         let adapters =
             model
                 .adapters

@@ -4,15 +4,17 @@
 //! A pass of several items has products of other shapes, so results equal those of requests that run alone only within
 //! rounding. A request with one slot never shares a pass, and is reproducible to the bit.
 
-use candle_core::{DType, Device, Tensor};
+use std::rc::Rc;
 
-use super::buffers::StepBuffers;
-use super::config::TransformerConfig;
+use candle_core::Tensor;
+use gpu::Timeline;
+
+use super::kept::{KeptPass, MadeFrom, PassBuffers};
 use super::model::{AceStepModel, TRANSFORMER};
 use super::plan::DENOISE;
-use super::sampling::{Attends, Conditions, Known, Sampling, values_of_conditions};
-use super::transformer::{Item, Times, Transformer};
-use crate::adapters::{AttachedAdapters, SetsOfItems, UsedAs};
+use super::sampling::{Attends, Conditions, Sampling, silence_of, values_of_conditions};
+use super::transformer::{Times, Transformer};
+use crate::adapters::{AttachedAdapters, UsedAs};
 use crate::rounds::{check_shared, set_of_adapters};
 use crate::stage::Stage;
 use crate::{Kept, Observer, StageError, StageRun, Unobserved, Values};
@@ -25,6 +27,9 @@ struct Slot {
     set: usize,
     sampling: Sampling,
     conditions: Conditions,
+    /// The sigmas of its steps, and their modulations.
+    sigmas: Vec<f32>,
+    times: Rc<Times>,
     /// Number of steps that are done.
     made: usize,
     /// Why the request has left the passes. Its place in the batch is still computed, and the result is unused.
@@ -54,51 +59,22 @@ struct Pass {
     attends: Attends,
     /// Places of the slots in the pass.
     places: Vec<usize>,
-    /// Index of the first of their times.
-    first_time: usize,
 }
 
-/// The times of all passes, and the set of adapters that each is embedded with.
-#[derive(Default)]
-struct PassTimes {
-    times: Vec<f32>,
-    sets: Vec<usize>,
-}
-
-/// The passes of each step, and their times, contiguous for each pass.
-fn passes_of(slots: &[Slot]) -> (Vec<Vec<Pass>>, PassTimes) {
+/// The passes of each step.
+fn passes_of(slots: &[Slot]) -> Vec<Vec<Pass>> {
     let rounds = slots.iter().map(|slot| slot.sampling.round.steps.len());
-    let mut all = PassTimes::default();
-    let steps = (0..rounds.max().unwrap_or(0)).map(|pass| {
-        let mut passes = Vec::new();
-        for attends in [Attends::With, Attends::Without, Attends::Plain] {
-            let first_time = all.times.len();
-            let mut places = Vec::new();
-            for (place, slot) in slots.iter().enumerate().filter(|(_, slot)| slot.has(attends)) {
-                if let Some(step) = slot.step(pass) {
-                    places.push(place);
-                    all.times.push(slot.sampling.latent.sigmas()[step]);
-                    all.sets.push(slot.set);
-                }
-            }
-            if !places.is_empty() {
-                passes.push(Pass {
-                    attends,
-                    places,
-                    first_time,
-                });
-            }
-        }
-        passes
+    let steps = (0..rounds.max().unwrap_or(0)).map(|number| {
+        let passes = [Attends::With, Attends::Without, Attends::Plain].map(|attends| {
+            let slots = slots.iter().enumerate();
+            let in_pass = slots.filter(|(_, slot)| slot.has(attends) && slot.step(number).is_some());
+            let places = in_pass.map(|(place, _)| place).collect();
+            Pass { attends, places }
+        });
+        let some = passes.into_iter().filter(|pass| !pass.places.is_empty());
+        some.collect()
     });
-    (steps.collect(), all)
-}
-
-/// The transformer and the state with which passes are computed.
-struct Computed<'a> {
-    transformer: &'a Transformer,
-    times: &'a Times,
-    buffers: &'a StepBuffers,
+    steps.collect()
 }
 
 /// Requests in shared passes, and the observer of their steps.
@@ -120,24 +96,33 @@ impl Together<'_> {
     }
 
     /// Runs pass `pass` of step `number` of the rounds, and advances the requests whose step it completes.
-    fn run(&mut self, number: usize, pass: &Pass, computed: &Computed<'_>) -> Result<(), StageError> {
-        let item = |&place: &usize| {
-            let slot = self.slots.get(place)?;
-            let mut conditions = slot.conditions.all();
-            let (_, conditioning) = conditions.find(|(of, _)| *of == pass.attends)?;
-            Some(Item {
-                place,
-                latents: slot.sampling.seen(),
-                conditioning,
-            })
-        };
-        let items: Vec<Item<'_>> = pass.places.iter().filter_map(item).collect();
-        let velocities = computed.transformer.velocities(
-            &items,
-            (computed.times, pass.first_time),
-            computed.buffers,
-            &mut || self.check_left(),
-        )?;
+    fn run(
+        &mut self,
+        number: usize,
+        pass: &Pass,
+        transformer: &Transformer,
+        buffers: &mut PassBuffers,
+    ) -> Result<(), StageError> {
+        let mut requests = Vec::with_capacity(pass.places.len());
+        for &place in &pass.places {
+            let slot = self.slots.get(place);
+            let of_pass = |slot: &Slot| {
+                let mut conditions = slot.conditions.all();
+                let (_, conditioning) = conditions.find(|(of, _)| *of == pass.attends)?;
+                Some((slot.step(number)?, Rc::clone(conditioning)))
+            };
+            if let Some(slot) = slot
+                && let Some((step, conditioning)) = of_pass(slot)
+            {
+                buffers.put_modulations(requests.len(), &slot.times.step(step)?)?;
+                buffers.steps.put_latents(place, slot.sampling.seen())?;
+                requests.push((place, conditioning));
+            }
+        }
+        let count = requests.len();
+        buffers.compute(transformer, requests, &mut || self.check_left())?;
+        let velocities = (0..count).map(|item| buffers.steps.velocity(item));
+        let velocities: Vec<Tensor> = velocities.collect::<candle_core::Result<_>>()?;
         // A velocity that is not mixed is overwritten by the next pass.
         for (&place, velocity) in pass.places.iter().zip(velocities) {
             let Some(slot) = self.slots.get_mut(place) else {
@@ -172,19 +157,14 @@ impl Together<'_> {
     }
 
     /// Runs all passes of the rounds.
-    fn run_all(&mut self, transformer: &Transformer, on: (DType, &Device)) -> Result<(), StageError> {
-        let (steps, PassTimes { times, sets }) = passes_of(&self.slots);
-        let times = transformer.times_of_sets(&times, &SetsOfItems::of(sets), on)?;
-        let contexts: Vec<&Tensor> = self.slots.iter().map(|slot| &slot.sampling.context).collect();
-        let buffers = transformer.shared_buffers(&contexts)?;
-        let computed = Computed {
-            transformer,
-            times: &times,
-            buffers: &buffers,
-        };
+    fn run_all(&mut self, transformer: &Transformer, buffers: &mut PassBuffers) -> Result<(), StageError> {
+        for (place, slot) in self.slots.iter().enumerate() {
+            buffers.steps.put_context(place, &slot.sampling.context)?;
+        }
+        let steps = passes_of(&self.slots);
         for (number, passes) in steps.iter().enumerate() {
             for pass in passes {
-                match self.run(number, pass, &computed) {
+                match self.run(number, pass, transformer, buffers) {
                     Err(StageError::Cancelled) => {
                         for slot in self.slots.iter_mut().filter(|slot| slot.goes_on()) {
                             slot.left = Some(StageError::Cancelled);
@@ -199,38 +179,11 @@ impl Together<'_> {
     }
 }
 
-/// What passes of one key have in common: the handles of weights, the factors of adapters side by side, and the keys and values of
-/// conditions. The next round of the same requests begins with it.
-struct KeptPass {
-    /// [`SharedPass::key`](crate::SharedPass::key).
-    key: String,
-    /// The names of the sets of adapters, in the order of their numbers.
-    named: Vec<String>,
-    sets: Vec<AttachedAdapters>,
-    transformer: Transformer,
-    known: Known,
-}
-
 fn key_of(run: &StageRun<'_>) -> String {
     run.plan
         .shared
         .as_ref()
         .map_or(String::new(), |shared| shared.key.clone())
-}
-
-impl KeptPass {
-    /// Whether it is of this configuration, of the key of this stage, and of exactly the sets of these names, each named once or more.
-    fn serves(&self, config: &TransformerConfig, first: &StageRun<'_>, names: &[String]) -> bool {
-        self.transformer.config() == config
-            && self.key == key_of(first)
-            && names.iter().all(|name| self.named.contains(name))
-            && self.named.iter().all(|name| names.contains(name))
-    }
-
-    /// Number of the set of this name; the first if there is none.
-    fn number_of(&self, name: &str) -> usize {
-        self.named.iter().position(|other| other == name).unwrap_or(0)
-    }
 }
 
 impl AceStepModel {
@@ -245,11 +198,13 @@ impl AceStepModel {
         observer: &mut dyn Observer,
     ) -> Result<Vec<Result<Values, StageError>>, StageError> {
         check_shared(stages)?;
+        let mut timeline = Timeline::begin("shared pass");
         let Some(first) = stages.first().filter(|first| first.plan.name == DENOISE) else {
             return Err(StageError::BadInput("only sampling shares passes".to_owned()));
         };
         let names: Vec<String> = stages.iter().map(|run| set_of_adapters(run.request)).collect();
-        let serves = |kept: &KeptPass| kept.serves(&self.transformer, first, &names);
+        let key = key_of(first);
+        let serves = |kept: &KeptPass| kept.serves(&self.transformer, &key, &names);
         let mut pass = match kept.take().filter(serves) {
             Some(kept) => kept,
             None => self.new_pass(stages, &names)?,
@@ -259,19 +214,20 @@ impl AceStepModel {
         for (run, set) in stages.iter().zip(&set_of_stage) {
             values.extend(values_of_conditions(run).map(|value| (value, *set)));
         }
-        pass.known.keep_only(&values);
+        pass.conditionings.keep_only(&values);
+        let silences = stages.iter().filter_map(silence_of).map(|value| (value, 0));
+        pass.contexts.keep_only(&silences.collect::<Vec<_>>());
         let mut results: Vec<Result<Values, StageError>> = Vec::new();
         let mut slots: Vec<Slot> = Vec::new();
-        let (transformer, sets) = (&pass.transformer, &pass.sets);
         for (number, (run, set)) in stages.iter().zip(set_of_stage).enumerate() {
-            match self.slot((number, run), (transformer, set), &mut pass.known, observer) {
+            match self.slot((number, run), set, &mut pass, observer) {
                 Ok(slot) => {
                     // Next to each other, those with one set of adapters share the products of its terms, and those of them with
-                    // one condition attend to it together.
+                    // one condition attend to it together. The sets are in the order of their numbers, in which their factors lie.
                     let begins_as = |other: &Slot| other.conditions.begins_as(&slot.conditions);
                     let of_condition = slots.iter().rposition(begins_as);
-                    let of_set = || slots.iter().rposition(|other| other.set == slot.set);
-                    let place = of_condition.or_else(of_set).map_or(slots.len(), |last| last + 1);
+                    let of_set = slots.partition_point(|other| other.set <= slot.set);
+                    let place = of_condition.map_or(of_set, |last| last + 1);
                     slots.insert(place, slot);
                     results.push(Ok(Values::new()));
                 }
@@ -282,12 +238,23 @@ impl AceStepModel {
         if slots.is_empty() {
             return Ok(results);
         }
+        timeline.part("begin the requests");
+        let on = (self.parts.dtype(), first.device);
+        let schedules: Vec<_> = slots.iter().map(|slot| (&slot.sigmas, slot.set)).collect();
+        pass.times.keep_only(&schedules);
+        let frames = slots[0].sampling.context.dim(0)?;
+        let mut buffers = match pass.buffers.take().filter(|buffers| buffers.are_for(slots.len())) {
+            Some(buffers) => buffers,
+            None => PassBuffers::new(&pass.transformer, (slots.len(), frames), on)?,
+        };
+        buffers.keep_only(&pass.conditionings);
         let mut together = Together {
             slots,
-            sets,
+            sets: &pass.sets,
             observer,
         };
-        together.run_all(transformer, (self.parts.dtype(), first.device))?;
+        together.run_all(&pass.transformer, &mut buffers)?;
+        timeline.part("passes");
         let goes_on = |slot: &Slot| slot.left.is_none() && !slot.sampling.round.is_last();
         let any_goes_on = together.slots.iter().any(goes_on);
         for slot in together.slots {
@@ -298,7 +265,9 @@ impl AceStepModel {
                 };
             }
         }
+        timeline.part("copy the latents");
         if any_goes_on {
+            pass.buffers = Some(buffers);
             kept.put(pass);
         }
         Ok(results)
@@ -326,15 +295,18 @@ impl AceStepModel {
             named,
             sets,
             transformer,
-            known: Known::default(),
+            conditionings: MadeFrom::default(),
+            contexts: MadeFrom::default(),
+            times: MadeFrom::default(),
+            buffers: None,
         })
     }
 
     fn slot(
         &self,
         (number, run): (usize, &StageRun<'_>),
-        (transformer, set): (&Transformer, usize),
-        known: &mut Known,
+        set: usize,
+        pass: &mut KeptPass,
         observer: &dyn Observer,
     ) -> Result<Slot, StageError> {
         // Without this its terms would be left out.
@@ -347,11 +319,19 @@ impl AceStepModel {
             true => Err(StageError::Cancelled),
             false => Ok(()),
         };
+        let sampling = Sampling::begin(&stage, &mut pass.contexts)?;
+        let sigmas = sampling.latent.sigmas()[..sampling.steps()].to_vec();
+        let of_set = (&pass.transformer, set);
+        let conditions = stage.conditions(of_set, &mut pass.conditionings, &mut go_on)?;
+        let make = || pass.transformer.times_of_set(&sigmas, set, stage.on());
+        let times = pass.times.of((&sigmas, set), make)?;
         Ok(Slot {
             number,
             set,
-            sampling: Sampling::begin(&stage)?,
-            conditions: stage.conditions((transformer, set), known, &mut go_on)?,
+            sampling,
+            conditions,
+            sigmas,
+            times,
             made: 0,
             left: None,
         })

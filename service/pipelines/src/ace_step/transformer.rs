@@ -32,6 +32,10 @@ pub(super) fn block_of(name: &str) -> Option<BlockPlace> {
     }
 }
 
+/// Vectors of `hidden_size` in the modulations of a block, and of the last norm.
+const OF_BLOCK: usize = 6;
+const OF_LAST: usize = 2;
+
 /// Factor by which times from 0 to 1 are multiplied.
 const TIME_SCALE: f32 = 1000.0;
 
@@ -54,14 +58,15 @@ impl TimeEmbedding {
         })
     }
 
-    /// The embedding `[times, width]` and the modulation `[times, 6 width]`, each time with its set of adapters.
+    /// The embedding `[times, width]` and the modulation `[times, 6 width]`, with a set of adapters.
     fn embed(
         &self,
         times: &[f32],
-        sets: &SetsOfItems,
+        set: usize,
         (dtype, device): (DType, &Device),
     ) -> candle_core::Result<(Tensor, Tensor)> {
         let [first, second] = &self.layers;
+        let sets = &SetsOfItems::of([set]);
         let embedded = first.forward_of_items(&sinusoids(times, SINUSOIDS, dtype, device)?, sets)?;
         ops::activate(&embedded, Nonlinearity::Silu)?;
         let embedded = second.forward_of_items(&embedded, sets)?;
@@ -89,12 +94,14 @@ pub struct Transformer {
     stream: WeightStream,
 }
 
-/// The modulation of every block in every step.
-pub struct Times {
-    /// `[steps, 6 hidden_size]` for each block.
-    blocks: Vec<Tensor>,
-    /// `[steps, 2 hidden_size]`.
-    last: Tensor,
+/// The modulations of all blocks, 6 `hidden_size` each, and of the last norm, shift and scale, in some steps: a row for each step.
+pub struct Times(Tensor);
+
+impl Times {
+    /// Those of a step, from 0, `[1, ..]`.
+    pub(super) fn step(&self, step: usize) -> candle_core::Result<Tensor> {
+        self.0.narrow(0, step, 1)
+    }
 }
 
 /// What the blocks attend to of a condition, with a set of adapters.
@@ -107,12 +114,10 @@ pub struct Conditioning {
 
 /// A request in a pass.
 #[derive(Clone, Copy)]
-pub struct Item<'a> {
+pub(super) struct Item<'a> {
     /// The request's place in the step buffers.
-    pub place: usize,
-    /// `[frames, channels]`.
-    pub latents: &'a Tensor,
-    pub conditioning: &'a Conditioning,
+    pub(super) place: usize,
+    pub(super) conditioning: &'a Conditioning,
 }
 
 impl Transformer {
@@ -152,23 +157,28 @@ impl Transformer {
         &self.config
     }
 
+    /// Whether all of its blocks are on the card.
+    pub(super) fn is_whole(&self) -> bool {
+        self.stream.is_whole()
+    }
+
     /// The modulations of steps, from their times, 1 (noise) to 0, in the dtype of the activations: the reference
     /// rounds times to it.
     ///
     /// # Errors
     /// Errors of the device.
     pub fn times(&self, times: &[f32], on: (DType, &Device)) -> candle_core::Result<Times> {
-        self.times_of_sets(times, &SetsOfItems::first_of(times.len()), on)
+        self.times_of_set(times, 0, on)
     }
 
-    /// As [`Transformer::times`], each time with its set of adapters.
+    /// As [`Transformer::times`], with a set of adapters.
     ///
     /// # Errors
     /// Errors of the device.
-    pub(super) fn times_of_sets(
+    pub(super) fn times_of_set(
         &self,
         times: &[f32],
-        sets: &SetsOfItems,
+        set: usize,
         on @ (dtype, device): (DType, &Device),
     ) -> candle_core::Result<Times> {
         let rounded = |number: f32| match dtype {
@@ -179,31 +189,33 @@ impl Transformer {
             .iter()
             .map(|time| rounded(rounded(*time) * TIME_SCALE))
             .collect();
-        let (embedded, shared) = self.time.embed(&scaled, sets, on)?;
-        // One row for all times, or with several sets one for each.
-        let (elapsed, of_elapsed) = match sets.only() {
-            Some(set) => self.elapsed.embed(&[0.0], &SetsOfItems::of([set]), on)?,
-            None => self.elapsed.embed(&vec![0.0; times.len()], sets, on)?,
-        };
+        let (embedded, shared) = self.time.embed(&scaled, set, on)?;
+        // One row for all times.
+        let (elapsed, of_elapsed) = self.elapsed.embed(&[0.0], set, on)?;
         ops::add_residual(&embedded, &elapsed, None)?;
         ops::add_residual(&shared, &of_elapsed, None)?;
         let width = self.config.layer.hidden_size;
-        let last = Tensor::zeros((times.len(), 2 * width), dtype, device)?;
-        for part in 0..2 {
+        let all = ops::blank(&[times.len(), self.modulations()], dtype, device)?;
+        for (i, block) in self.blocks.iter().enumerate() {
+            block.modulate(&shared, &all.narrow(1, i * OF_BLOCK * width, OF_BLOCK * width)?)?;
+        }
+        let last = self.of_last(&all)?;
+        for part in 0..OF_LAST {
             ops::copy_rows(&embedded, &last.narrow(1, part * width, width)?)?;
         }
         ops::add_residual(&last, &self.last_table, None)?;
-        let all = ops::blank(&[self.blocks.len(), times.len(), 6 * width], dtype, device)?;
-        let of_block = |(i, block): (usize, &Block)| -> candle_core::Result<Tensor> {
-            let own = all.get(i)?;
-            block.modulate(&shared, &own)?;
-            Ok(own)
-        };
-        let blocks = self.blocks.iter().enumerate().map(of_block);
-        Ok(Times {
-            blocks: blocks.collect::<candle_core::Result<_>>()?,
-            last,
-        })
+        Ok(Times(all))
+    }
+
+    /// Elements of the modulations of a step.
+    pub(super) fn modulations(&self) -> usize {
+        (OF_BLOCK * self.blocks.len() + OF_LAST) * self.config.layer.hidden_size
+    }
+
+    /// The modulations of the last norm, of those of steps.
+    fn of_last(&self, all: &Tensor) -> candle_core::Result<Tensor> {
+        let width = self.config.layer.hidden_size;
+        all.narrow(1, OF_BLOCK * self.blocks.len() * width, OF_LAST * width)
     }
 
     /// Keys and values for every step, from a condition `[n, condition width]`.
@@ -246,36 +258,27 @@ impl Transformer {
     /// # Errors
     /// When shapes do not match; errors of the device.
     pub fn step_buffers(&self, context: &Tensor) -> candle_core::Result<StepBuffers> {
-        self.shared_buffers(&[context])
+        let buffers = self.shared_buffers((1, context.dim(0)?), (context.dtype(), context.device()))?;
+        buffers.put_context(0, context)?;
+        Ok(buffers)
     }
 
-    /// Buffers of passes over requests of equal length, at least one, each in its context.
+    /// Buffers of passes over so many requests, of so many frames each.
     ///
     /// # Errors
-    /// When shapes do not match; errors of the device.
-    pub fn shared_buffers(&self, contexts: &[&Tensor]) -> candle_core::Result<StepBuffers> {
-        let (config, layer, batch) = (&self.config, &self.config.layer, contexts.len());
-        let Some(first) = contexts.first() else {
-            candle_core::bail!("a pass over no request");
-        };
-        let (dtype, device) = (first.dtype(), first.device());
-        let (frames, both) = first.dims2()?;
+    /// Errors of the device.
+    pub fn shared_buffers(
+        &self,
+        (batch, frames): (usize, usize),
+        (dtype, device): (DType, &Device),
+    ) -> candle_core::Result<StepBuffers> {
+        let (config, layer) = (&self.config, &self.config.layer);
         let tokens = config.tokens(frames);
         let layers = self.blocks.iter().flat_map(Block::layers);
         let layers = layers.chain([&self.patch_in, &self.patch_out]);
         let scratch = largest_scratch(layers, batch * tokens, dtype);
-        let input = |context: &&Tensor| {
-            if context.dims() != [frames, both] {
-                candle_core::bail!(
-                    "contexts of {:?} and {:?} in a pass",
-                    first.dims(),
-                    context.dims()
-                );
-            }
-            let input = Tensor::zeros((tokens * config.patch_size, config.in_channels), dtype, device)?;
-            ops::copy_rows(context, &input.narrow(0, 0, frames)?.narrow(1, 0, both)?)?;
-            Ok(input)
-        };
+        let input = (tokens * config.patch_size, config.in_channels);
+        let inputs = (0..batch).map(|_| Tensor::zeros(input, dtype, device));
         let places: Vec<[u32; 1]> = (0..tokens as u32).map(|at| [at]).collect();
         let channels = config.audio_acoustic_hidden_dim;
         Ok(StepBuffers {
@@ -287,7 +290,7 @@ impl Transformer {
                 Rounded::Frequencies,
                 device,
             )?,
-            inputs: contexts.iter().map(input).collect::<candle_core::Result<_>>()?,
+            inputs: inputs.collect::<candle_core::Result<_>>()?,
             output: Tensor::zeros((batch, tokens, config.patch_size * channels), dtype, device)?,
             frames,
             channels,
@@ -309,53 +312,46 @@ impl Transformer {
     ) -> Result<Tensor, StageError> {
         let item = Item {
             place: 0,
-            latents,
             conditioning,
         };
-        let velocities = self.velocities(&[item], (times, step), buffers, go_on)?;
-        let none = || StageError::BadInput("a pass over no request".to_owned());
-        velocities.into_iter().next().ok_or_else(none)
+        buffers.put_latents(0, latents)?;
+        self.compute(&[item], &times.step(step)?, buffers, go_on)?;
+        Ok(buffers.velocity(0)?)
     }
 
-    /// [`Transformer::velocity`] of several requests in one pass, each in its own step: the times of their steps are
-    /// contiguous, from `first` on. Requests next to each other with one conditioning attend to it together, and those with one set of
-    /// adapters share the products of its terms. Except for rounding, no result depends on the other requests.
+    /// Computes the velocities of several requests in one pass, in the order of the items ([`StepBuffers::velocity`]), from the latents
+    /// in the buffers and the modulations of their steps, `[items, ..]`. Requests next to each other with one conditioning attend to it
+    /// together, and those with one set of adapters share the products of its terms. Except for rounding, no result depends on the other
+    /// requests.
     ///
     /// # Errors
     /// When the buffers have no such places; errors of the device, and of `go_on`.
-    pub fn velocities(
+    pub(super) fn compute(
         &self,
         items: &[Item<'_>],
-        (times, first): (&Times, usize),
+        modulations: &Tensor,
         buffers: &StepBuffers,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
-    ) -> Result<Vec<Tensor>, StageError> {
-        let &StepBuffers { frames, channels, .. } = buffers;
+    ) -> Result<(), StageError> {
         let (config, batch) = (&self.config, items.len());
         let width = config.layer.hidden_size;
         let sets = SetsOfItems::of(items.iter().map(|item| item.conditioning.set));
         let tokens = buffers.tokens.first(batch, sets)?;
         let (_, count, _) = tokens.sum.dims3()?;
         for (row, item) in items.iter().enumerate() {
-            let input = buffers.inputs.get(item.place);
-            let missing = || StageError::BadInput(format!("no place {} in a pass", item.place));
-            let input = input.ok_or_else(missing)?;
-            let seen = input.narrow(0, 0, frames)?;
-            ops::copy_rows(item.latents, &seen.narrow(1, 2 * channels, channels)?)?;
+            let input = buffers.input(item.place)?;
             let patches = input.reshape((1, count, config.patch_size * config.in_channels))?;
             let sum = tokens.sum.narrow(0, row, 1)?;
             self.patch_in
                 .forward_into(&patches, Epilogue::None, &sum, &tokens.scratch)?;
         }
-        let of_step = times
-            .blocks
-            .iter()
-            .map(|all| all.narrow(0, first, batch))
-            .collect::<candle_core::Result<Vec<_>>>()?;
-        let last = times.last.narrow(0, first, batch)?;
+        let of_block = |i: usize| modulations.narrow(1, i * OF_BLOCK * width, OF_BLOCK * width);
+        let of_blocks = (0..self.blocks.len()).map(of_block);
+        let of_blocks = of_blocks.collect::<candle_core::Result<Vec<_>>>()?;
+        let last = self.of_last(modulations)?;
         let parts = |all| ModulationVectors { all, width };
         let next_of = |i: usize| -> candle_core::Result<Next> {
-            match (self.blocks.get(i), of_step.get(i)) {
+            match (self.blocks.get(i), of_blocks.get(i)) {
                 (Some(block), Some(modulation)) => block.first(&parts(modulation)),
                 _ => Ok(Next {
                     weight: self.last_norm.clone(),
@@ -368,7 +364,7 @@ impl Transformer {
         let attended = by_conditioning(items);
         let next = next_of(0)?;
         ops::norm_modulate(&tokens.sum, next.norm(), Some(next.modulation()), &tokens.normed)?;
-        for (i, (block, modulation)) in self.blocks.iter().zip(&of_step).enumerate() {
+        for (i, (block, modulation)) in self.blocks.iter().zip(&of_blocks).enumerate() {
             go_on()?;
             self.stream.enter(BlockPlace::each_pass(i))?;
             let window = config.layer.window(i, count);
@@ -389,9 +385,7 @@ impl Transformer {
         let output = buffers.output.narrow(0, 0, batch)?;
         self.patch_out
             .forward_into(&tokens.normed, Epilogue::None, &output, &tokens.scratch)?;
-        let rows = output.reshape((batch, count * config.patch_size, channels))?;
-        let velocity = |row: usize| rows.get(row)?.narrow(0, 0, frames);
-        Ok((0..batch).map(velocity).collect::<candle_core::Result<_>>()?)
+        Ok(())
     }
 }
 

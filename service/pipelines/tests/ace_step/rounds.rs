@@ -185,12 +185,12 @@ fn shared(
     shared_after((opened, &tensors), slots, &mut Kept::default(), observer)
 }
 
+/// Gives the tensors of a component.
+type Tensors<'a> = &'a dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>;
+
 /// [`shared`], with what passes before it have kept.
 fn shared_after(
-    (opened, tensors): (
-        &OpenModel,
-        &dyn Fn(&str) -> Result<Arc<ComponentTensors>, StageError>,
-    ),
+    (opened, tensors): (&OpenModel, Tensors<'_>),
     slots: &[Slot],
     kept: &mut Kept,
     observer: &mut dyn Observer,
@@ -644,7 +644,7 @@ fn only_a_pass_of_several_sets_takes_memory_for_copies_of_factors() {
 }
 
 #[test]
-fn what_a_pass_keeps_for_the_next_changes_no_bit_and_is_made_once() {
+fn what_a_pass_keeps_for_the_next_changes_no_value_and_is_made_once() {
     let folder = folder(true);
     let (_files, opened) = open_with(folder.path(), &[INK, OIL]);
     let asked = Cell::new(0);
@@ -688,7 +688,16 @@ fn what_a_pass_keeps_for_the_next_changes_no_bit_and_is_made_once() {
         asked.set(0);
         let after = shared_after((&opened, &tensors), &slots, &mut kept, &mut Unobserved).expect("values");
         for (after, alone) in after.into_iter().zip(alone) {
-            assert_eq!(after.expect("values"), alone.expect("values"), "pass {number}");
+            let (after, alone) = (after.expect("values"), alone.expect("values"));
+            assert!(after.keys().eq(alone.keys()));
+            for (name, value) in &after {
+                // Sets have other numbers where the first pass of all had another order, and a card rounds for each order otherwise.
+                let is_same = match test_device().is_cpu() {
+                    true => *value == alone[name],
+                    false => apart(value, &alone[name]) <= rounding(name),
+                };
+                assert!(is_same, "pass {number}: {name}");
+            }
         }
         assert_eq!(asked.get(), made, "pass {number}");
         let is_last = round == 3;

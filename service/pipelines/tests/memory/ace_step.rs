@@ -39,21 +39,22 @@ fn each_further_request_of_a_pass_takes_the_predicted_bytes() {
                         .expect("a condition")
                 };
                 let conditions: Vec<_> = many().map(condition).collect();
-                let times = transformer
-                    .times(&vec![0.5; steps * requests], on)
-                    .expect("times");
-                let contexts: Vec<&Tensor> = contexts.iter().collect();
-                let buffers = transformer.shared_buffers(&contexts).expect("buffers");
+                // Those of all steps of a request, and of the one that a pass computes.
+                let times = |_| transformer.times(&vec![0.5; steps + 1], on).expect("times");
+                let times: Vec<_> = many().map(times).collect();
+                let buffers = transformer
+                    .shared_buffers((requests, frames), on)
+                    .expect("buffers");
                 // The latent, its copy in the dtype of the transformer, and velocities that are mixed.
                 let latents: Vec<Tensor> = many().map(|_| zeros(&[3 * frames, 64])).collect();
-                drop((conditions, times, buffers, latents));
+                drop((contexts, conditions, times, buffers, latents));
             };
             // The threads of a product keep their packing buffers for the next product, so that a first run may take more.
             let runs = (0..5).map(|_| peak_of(hold));
             runs.min().expect("runs")
         };
         let measured = (taken(3) - taken(1)) / 2;
-        let predicted = request_scratch(&config, frames, &[tokens], steps as u32, DType::F32);
+        let predicted = request_scratch(&config, frames, &[tokens], steps as u32 + 1, DType::F32);
         let ratio = predicted as f64 / measured as f64;
         println!("{frames} frames: predicted {predicted} measured {measured} ({ratio:.2})");
         assert!((0.98..1.2).contains(&ratio), "{frames} frames: {ratio:.2}");
