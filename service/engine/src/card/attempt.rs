@@ -20,9 +20,6 @@ use crate::need::Need;
 /// are late.
 const MAX_PLANS: usize = 4;
 
-/// Jobs that are remembered as planned ahead: more than run at the same time.
-const PLANNED_JOBS: usize = 64;
-
 /// Why an attempt ended early.
 #[derive(Debug)]
 pub(super) enum Halt {
@@ -271,11 +268,9 @@ impl Card {
     /// Starts background compilation of the plans of this stage and later ones, while weights are loaded. A job's first order on this
     /// card does it for all of them: a stage of a few milliseconds would wait for the list of shapes alone.
     fn plan_ahead(&mut self, model: &dyn Model, job: &str, work: &StageWork) {
-        if !self.gpu.device().is_cuda() || self.planned_ahead.iter().any(|planned| planned == job) {
+        if !self.gpu.device().is_cuda() || !self.listed.takes(job, work) {
             return;
         }
-        self.planned_ahead.truncate(PLANNED_JOBS - 1);
-        self.planned_ahead.push_front(job.to_owned());
         let of_stage = model.planned(&work.plan.name, &work.request);
         let later = work.later_request.iter().flat_map(|request| {
             let stages = work.later_stages.iter();
@@ -294,9 +289,13 @@ impl Card {
         load_seconds: &mut Vec<(ComponentId, f64)>,
         link: &mut dyn Link,
     ) -> Result<usize, Halt> {
+        // An order that was sent ahead begins where the one before ends, which has just asked the driver.
+        let mut is_known = std::mem::take(&mut self.has_asked) && order.is_ahead;
         for _ in 0..MAX_PLANS {
-            self.reconcile()?;
-            self.publish(link);
+            if !std::mem::take(&mut is_known) {
+                self.reconcile()?;
+                self.publish(link);
+            }
             let (rung, moves) = self.admit(order, need)?;
             if moves.is_empty() {
                 return Ok(rung);

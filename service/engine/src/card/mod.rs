@@ -11,13 +11,13 @@ mod canary;
 mod claims;
 mod kept;
 mod link;
+mod listed;
 mod models;
 mod moves;
 mod on_host;
 mod stage;
 mod thread;
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -32,6 +32,7 @@ pub use link::{Clock, Faults, Link, ProcessFaults, SystemClock};
 pub use thread::{CardCommands, CardThread, Events, ThreadEnd, spawn};
 
 use kept::KeptOfPass;
+use listed::ListedJobs;
 use models::Models;
 use moves::MoveError;
 use on_host::OnHost;
@@ -143,8 +144,9 @@ pub struct Card {
     last_janitor: Millis,
     /// Slack that the janitor's last trim could not free: no further trim until there is more.
     untrimmable_slack: Bytes,
-    /// The jobs whose plans were last asked for ahead, the latest first.
-    planned_ahead: VecDeque<String>,
+    listed: ListedJobs,
+    /// Whether the end of an order has asked the driver for its figures, and no order has begun since.
+    has_asked: bool,
 }
 
 impl Card {
@@ -182,7 +184,8 @@ impl Card {
             last_poll: now,
             last_janitor: now,
             untrimmable_slack: Bytes::ZERO,
-            planned_ahead: VecDeque::new(),
+            listed: ListedJobs::default(),
+            has_asked: false,
         })
     }
 

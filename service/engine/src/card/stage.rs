@@ -183,6 +183,7 @@ impl Card {
             .release(lease, self.clock.now())
             .map_err(Halt::internal)?;
         self.reconcile_after_change()?;
+        self.has_asked = true;
         let memory = StageMemory {
             before,
             after: self.ledger.summary(),
