@@ -24,8 +24,9 @@ from full_size import begin, command_line, guarded, run_parts, settled, show, te
 
 SPEEDUP = 1.8
 """How many times faster two cards are to be at 129 frames."""
-DIFFERENCE = 1e-2
-"""Relative L2 error up to which latents in bf16 are alike."""
+DIFFERENCES = {"hunyuan": 1e-2, "hunyuan+fp8": 1e-1}
+"""Relative L2 error up to which latents are alike. Products of other shapes round otherwise, and in fp8
+a number that differs in its last bit may have another code."""
 FILMS: tuple[tuple[str, str, tuple[int, int], int, dict[str, Any]], ...] = (
     ("", "hunyuan", (832, 480), 129, {"latent_only": True}),
     (" fp8", "hunyuan+fp8", (832, 480), 129, {"latent_only": True}),
@@ -51,14 +52,16 @@ def driver_bytes(number: int) -> int:
     import pynvml
 
     pynvml.nvmlInit()
-    return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(number)).used)
+    handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+    # Version 2 does not count what the driver keeps for itself.
+    return int(pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used)
 
 
 def tell_ledgers(service: Service, what: str) -> None:
     """Both cards' own accounts, beside the driver's figure."""
+    drivers = [settled(partial(driver_bytes, number)) for number in (0, 1)]
     for number, card in enumerate(service.client.status().cards):
-        used = card.memory.total - card.memory.free
-        driver = settled(partial(driver_bytes, number))
+        used, driver = card.memory.total - card.memory.free, drivers[number]
         more = {"driver_bytes": driver, "scratch_bytes": card.memory.scratch}
         tell(f"{what}: ledger of card {number} less the driver's", used - driver, "bytes", **more)
 
@@ -77,7 +80,9 @@ def both(
     tell(f"{what}: four steps on one card by two", took[1] / took[2], "times", at_least=SPEEDUP)
     one, two = latents[1], latents[2]
     apart = float(np.linalg.norm(one - two) / np.linalg.norm(one))
-    tell(f"{what}: latents of two cards from one's", apart, "relative L2", at_most=DIFFERENCE)
+    tell(
+        f"{what}: latents of two cards from one's", apart, "relative L2", at_most=DIFFERENCES[model]
+    )
 
 
 def steps(binary: Path, work: Path) -> None:

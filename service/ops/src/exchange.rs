@@ -104,12 +104,17 @@ impl Exchange {
         }
     }
 
-    /// Waits until the other device needs nothing of this end any more. An exchange that was not broken off is dropped after it. `meet`
-    /// is that of [`Exchange::open`].
+    /// Closes the other device's memory, and waits until the other one has closed this device's: what is free on either is then free
+    /// when the exchange is dropped. `meet` is that of [`Exchange::open`]. One that is broken off is dropped without it.
     ///
     /// # Errors
-    /// Errors of `meet`.
+    /// Errors of `meet` and of the device.
     pub fn close<E: From<candle_core::Error>>(&self, meet: &mut Meet<'_, E>) -> std::result::Result<(), E> {
+        match &self.end {
+            End::Host(_) => {}
+            #[cfg(feature = "cuda")]
+            End::Card(end) => end.close_other()?,
+        }
         meet(DONE).map(drop)
     }
 }

@@ -1,6 +1,7 @@
 //! [`crate::Exchange`] between two cards: each writes its rows into memory of the other, and numbers beside them tell what has arrived
 //! and what has been taken.
 
+use std::cell::RefCell;
 use std::time::Duration;
 
 use candle_core::cuda_backend::WrapErr as _;
@@ -58,7 +59,7 @@ pub(crate) struct OwnEnd {
 pub(crate) struct CardEnd {
     device: Device,
     // In the order in which they are freed: the other card's memory before that which it writes to.
-    other: OpenedMemory,
+    other: RefCell<Option<OpenedMemory>>,
     own: SharedMemory,
     place: u64,
     stop: SharedNumber,
@@ -104,7 +105,7 @@ impl OwnEnd {
         let handle = <[u8; SHARED_HANDLE_BYTES]>::try_from(handle).map_err(candle_core::Error::wrap)?;
         let stream = self.device.as_cuda_device()?.cuda_stream();
         Ok(CardEnd {
-            other: OpenedMemory::open(&stream, handle).map_err(unreachable)?,
+            other: RefCell::new(Some(OpenedMemory::open(&stream, handle).map_err(unreachable)?)),
             own: self.own,
             place: self.place,
             stop: SharedNumber::new(stream.context()).w()?,
@@ -117,16 +118,26 @@ impl OwnEnd {
 impl CardEnd {
     /// Exchange `number`, from 1, of rows for which a place has space.
     pub(crate) fn swap(&self, number: u32, own: &Tensor, theirs: &Tensor) -> Result<()> {
+        let Some(other) = self.other.borrow().as_ref().map(OpenedMemory::address) else {
+            candle_core::bail!("the exchange with the other card has ended");
+        };
         let at = NUMBERS + u64::from(number % PLACES) * self.place;
         // The place that it writes to was last used so many exchanges ago.
         self.wait(self.own.address() + TAKEN, number.saturating_sub(PLACES))?;
         // SAFETY: the place is that long, and the other card has taken what was there.
-        unsafe { copy_rows_to(own, self.other.address() + at)? };
-        self.signal(self.other.address(), number)?;
+        unsafe { copy_rows_to(own, other + at)? };
+        self.signal(other, number)?;
         self.wait(self.own.address(), number)?;
         // SAFETY: the place is that long.
         unsafe { copy_rows_from(self.own.address() + at, theirs)? };
-        self.signal(self.other.address() + TAKEN, number)
+        self.signal(other + TAKEN, number)
+    }
+
+    /// Closes the other card's memory, after the work that uses it.
+    pub(crate) fn close_other(&self) -> Result<()> {
+        self.device.as_cuda_device()?.cuda_stream().synchronize().w()?;
+        self.other.replace(None);
+        Ok(())
     }
 
     /// Has the card write a number once it has done all work before.
