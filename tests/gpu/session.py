@@ -73,21 +73,26 @@ def window(service: Service) -> None:
     """Four tracks of a minute in one pass: what a step of all four takes, and when a change is heard."""
     what = f"step of four tracks of {MINUTE:.0f} s in one pass"
     tell(what, pass_ms(service, MINUTE, ()), "ms", who="moored")
+    in_fp8 = moored.ModelRef(MODEL, formats={"transformer": "fp8"})
+    tell(f"{what}, in fp8", pass_ms(service, MINUTE, (), in_fp8), "ms", who="moored")
     at_once(service, MINUTE, f"another version of {MINUTE:.0f} s")
 
 
 def segments(service: Service, slots: int) -> None:
-    """How many segments of ten seconds are made in a second, as many under way as there are slots."""
-    count = 24
+    """How many segments of ten seconds are made in a second, twice as many under way as there are slots."""
+    count = 96
     with service.client.audio_session(MODEL, slots=slots, lead_s=0.1) as live:
-        for seed in range(slots):
-            play(live, seed).wait(60)
-        under_way = [play(live, 100 + seed) for seed in range(2 * slots)]
-        began, made = time.perf_counter(), 0
-        while made < count:
+
+        def make(number: int) -> None:
             under_way.pop(0).wait(60)
-            made += 1
-            under_way.append(play(live, 200 + made))
+            under_way.append(play(live, 100 + number))
+
+        under_way = [play(live, seed) for seed in range(2 * slots)]
+        for number in range(3 * slots):
+            make(number)
+        began = time.perf_counter()
+        for number in range(count):
+            make(1000 + number)
         seconds = time.perf_counter() - began
     tell(f"session: segments of 10 s a second, {slots} slots", count / seconds, "1/s", who="moored")
 
@@ -193,13 +198,15 @@ def write_lora(path: Path, layers: dict[str, tuple[int, int]], seed: int) -> Non
         file.write((drawn.view(np.uint32) >> 16).astype(np.uint16).tobytes())
 
 
-def pass_ms(service: Service, seconds: float, names: tuple[str, ...]) -> float:
+def pass_ms(
+    service: Service, seconds: float, names: tuple[str, ...], model: str | moored.ModelRef = MODEL
+) -> float:
     """The time of a step of four segments, each with the next of these adapters; the median over rounds.
 
     As many segments as slots are under way throughout, so that nearly all rounds are of four.
     """
     steps, rounds = 8, []
-    with service.client.audio_session(MODEL, slots=TOGETHER, lead_s=0.1) as live:
+    with service.client.audio_session(model, slots=TOGETHER, lead_s=0.1) as live:
 
         def next_of(number: int) -> moored.Segment:
             adapters = (moored.Adapter(names[number % len(names)]),) if names else ()
