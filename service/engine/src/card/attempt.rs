@@ -95,6 +95,8 @@ impl Card {
 
     /// The outcome of the order, and of each stage that shares its passes.
     fn attempt(&mut self, order: &Order, need: &Need, link: &mut dyn Link) -> Result<Vec<Outcome>, Halt> {
+        // Only an order that was sent ahead begins where the one before ends.
+        self.has_asked &= order.is_ahead;
         if order.tickets().all(|ticket| link.cancelled(ticket)) {
             return Err(Halt::cancelled());
         }
@@ -289,10 +291,8 @@ impl Card {
         load_seconds: &mut Vec<(ComponentId, f64)>,
         link: &mut dyn Link,
     ) -> Result<usize, Halt> {
-        // An order that was sent ahead begins where the one before ends, which has just asked the driver.
-        let mut is_known = std::mem::take(&mut self.has_asked) && order.is_ahead;
         for _ in 0..MAX_PLANS {
-            if !std::mem::take(&mut is_known) {
+            if !std::mem::take(&mut self.has_asked) {
                 self.reconcile()?;
                 self.publish(link);
             }

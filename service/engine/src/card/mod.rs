@@ -145,7 +145,7 @@ pub struct Card {
     /// Slack that the janitor's last trim could not free: no further trim until there is more.
     untrimmable_slack: Bytes,
     listed: ListedJobs,
-    /// Whether the end of an order has asked the driver for its figures, and no order has begun since.
+    /// Whether the order before has just asked the driver for its figures, and this one needs not.
     has_asked: bool,
 }
 

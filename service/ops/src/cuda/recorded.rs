@@ -122,7 +122,7 @@ impl Graph {
         for (address, tensor) in &self.used.tensors {
             if address_of(tensor)? != *address {
                 candle_core::bail!(
-                    "recorded work over memory that a tensor {:?} has no more",
+                    "recorded work uses a tensor {:?} whose memory was taken away: record it again",
                     tensor.dims()
                 );
             }

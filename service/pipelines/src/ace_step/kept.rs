@@ -110,11 +110,9 @@ impl<S: Source, T> MadeFrom<S, T> {
 type Requests = Vec<(usize, Rc<Conditioning>)>;
 
 fn is_equal(requests: &Requests, others: &Requests) -> bool {
-    let both = requests.iter().zip(others);
+    let mut both = requests.iter().zip(others);
     requests.len() == others.len()
-        && both
-            .clone()
-            .all(|((place, of), (other, of_other))| place == other && Rc::ptr_eq(of, of_other))
+        && both.all(|((place, of), (other, of_other))| place == other && Rc::ptr_eq(of, of_other))
 }
 
 /// A pass over certain requests.
@@ -130,6 +128,7 @@ pub(super) struct PassBuffers {
     pub(super) steps: StepBuffers,
     /// The modulations of the steps of a pass, a row for each request.
     modulations: Tensor,
+    /// In the order of their last use.
     known: Vec<KnownPass>,
 }
 
@@ -169,8 +168,8 @@ impl PassBuffers {
         ops::copy_rows(of_step, &self.modulations.narrow(0, number, 1)?)
     }
 
-    /// Computes a pass from what the buffers were given. It is recorded when it comes again: its launches take longer than
-    /// the card does, where requests are short.
+    /// Computes a pass from what the buffers were given. A pass that comes again is recorded: where requests are short, its launches
+    /// take as long as its work.
     ///
     /// # Errors
     /// As of [`Transformer::compute`].
@@ -189,7 +188,6 @@ impl PassBuffers {
         let items: Vec<Item<'_>> = items.collect();
         let queue =
             |go_on: &mut dyn FnMut() -> _| transformer.compute(&items, &modulations, &self.steps, go_on);
-        // The pass that was computed last is the last.
         let mut known = match self
             .known
             .iter()
@@ -202,7 +200,7 @@ impl PassBuffers {
                 recorded: None,
             },
         };
-        // What a first pass needs is made by then, and where that takes longer it is tried again, ever less often.
+        // The first pass has made what it needs: plans, workspaces. A pass that cannot be recorded yet is tried again, ever less often.
         if known.recorded.is_none() && known.count.is_power_of_two() && transformer.is_whole() {
             let device = self.steps.output.device();
             known.recorded = ops::record(device, || queue(&mut || Ok(())));

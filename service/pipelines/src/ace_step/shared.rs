@@ -235,14 +235,14 @@ impl AceStepModel {
                 Err(error) => results.push(Err(error)),
             }
         }
-        if slots.is_empty() {
+        let Some(one) = slots.first() else {
             return Ok(results);
-        }
+        };
+        let frames = one.sampling.context.dim(0)?;
         timeline.part("begin the requests");
         let on = (self.parts.dtype(), first.device);
         let schedules: Vec<_> = slots.iter().map(|slot| (&slot.sigmas, slot.set)).collect();
         pass.times.keep_only(&schedules);
-        let frames = slots[0].sampling.context.dim(0)?;
         let mut buffers = match pass.buffers.take().filter(|buffers| buffers.are_for(slots.len())) {
             Some(buffers) => buffers,
             None => PassBuffers::new(&pass.transformer, (slots.len(), frames), on)?,
