@@ -1,6 +1,6 @@
 //! The plan of a request: its stages, their inputs and outputs, and their rungs.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ops::{Add, Mul};
 
 use residency::Bytes;
@@ -289,8 +289,11 @@ pub struct SharedPass {
     pub slots: u32,
     /// Activation bytes of this stage if it is not the first of the pass.
     pub scratch_each: Bytes,
-    /// Further activation bytes of this stage, be it the first or not, in a pass of several sets of adapters.
+    /// Further activation bytes of the stage's set of adapters in a pass of several sets.
     pub scratch_of_set: Bytes,
+    /// By layer, the bytes of a copy of its weight with the terms of a set: the layers that the stage's own set changes. A pass of
+    /// which some set changes a layer keeps one for each set. Empty where none are kept.
+    pub copies: BTreeMap<String, Bytes>,
 }
 
 /// Most different sets of adapters in a pass, of which having none is one.
@@ -299,8 +302,15 @@ pub const MAX_SETS: usize = 4;
 impl SharedPass {
     /// Number of different sets of adapters of these stages.
     pub fn sets<'a>(stages: impl IntoIterator<Item = &'a SharedPass>) -> usize {
-        let sets: BTreeSet<&str> = stages.into_iter().map(|pass| pass.adapters.as_str()).collect();
-        sets.len()
+        SharedPass::of_each_set(stages).len()
+    }
+
+    /// A stage of each different set of adapters of these, by the set.
+    fn of_each_set<'a>(
+        stages: impl IntoIterator<Item = &'a SharedPass>,
+    ) -> BTreeMap<&'a str, &'a SharedPass> {
+        let by_set = stages.into_iter().map(|pass| (pass.adapters.as_str(), pass));
+        by_set.collect()
     }
 }
 
@@ -378,9 +388,10 @@ impl StagePlan {
         self
     }
 
-    /// The stage with the memory of other stages that share its passes added, each with its [`SharedPass::scratch_each`], and
-    /// where they have several sets of adapters with [`SharedPass::scratch_of_set`]; unchanged without others. Their components are
-    /// not added.
+    /// The stage in passes that it shares with others: with the memory of each other one ([`SharedPass::scratch_each`]), and where they
+    /// have several sets of adapters with that of each set ([`SharedPass::scratch_of_set`]). Its rungs are its first one that needs
+    /// neither copies nor adapters in the machine's memory, which are read for one request, and before it that one with the copies of
+    /// all sets, if they keep any. Unchanged without others. The components of others are not added.
     #[must_use]
     pub fn shared_with(mut self, others: &[&SharedPass]) -> StagePlan {
         if others.is_empty() {
@@ -388,15 +399,29 @@ impl StagePlan {
         }
         let mut further: Bytes = others.iter().map(|pass| pass.scratch_each).sum();
         self.shape.push_str(&format!(" x{}", others.len() + 1));
-        let all = || self.shared.iter().chain(others.iter().copied());
-        let sets = SharedPass::sets(all());
-        if sets > 1 {
-            further += all().map(|pass| pass.scratch_of_set).sum::<Bytes>();
-            self.shape.push_str(&format!(" of {sets} sets"));
+        let all = self.shared.iter().chain(others.iter().copied());
+        let sets = SharedPass::of_each_set(all);
+        if sets.len() > 1 {
+            further += sets.values().map(|pass| pass.scratch_of_set).sum::<Bytes>();
+            self.shape.push_str(&format!(" of {} sets", sets.len()));
         }
-        for rung in &mut self.rungs {
-            rung.scratch += further;
-        }
+        let copies: BTreeMap<&String, Bytes> = sets
+            .values()
+            .flat_map(|pass| pass.copies.iter().map(|(layer, bytes)| (layer, *bytes)))
+            .collect();
+        let of_set: Bytes = copies.values().copied().sum();
+        let mut rungs = self.rungs.into_iter();
+        let whole = rungs.find(|rung| rung.copies.is_empty() && rung.from_host.is_empty());
+        self.rungs = match whole {
+            None => Vec::new(),
+            Some(mut whole) => {
+                whole.scratch += further;
+                let layers: Vec<String> = copies.into_keys().cloned().collect();
+                let with_copies = (!layers.is_empty())
+                    .then(|| whole.with_copies(layers, Bytes(of_set.0 * sets.len() as u64)));
+                with_copies.into_iter().chain([whole]).collect()
+            }
+        };
         self
     }
 }

@@ -96,6 +96,11 @@ pub struct StageRun<'a> {
 }
 
 impl StageRun<'_> {
+    /// The layers of whose weights its rung keeps copies ([`Rung::copies`](crate::Rung::copies)).
+    pub fn copied(&self) -> &[String] {
+        self.plan.rungs.get(self.rung).map_or(&[], |rung| &rung.copies)
+    }
+
     /// A value by name, or `None` if the stage does not take it.
     ///
     /// # Errors

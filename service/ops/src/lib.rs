@@ -68,9 +68,9 @@ pub use libraries::{
     AttentionPaths, Libraries, PlansMade, attention_by, keep_plans_in, libraries, make_plans, prepare,
 };
 pub use linear::{
-    Epilogue, LayerTo, LinearLayer, LowRank, Scratch, TermsOfItems, adapted_weight, adapts_weight,
-    add_low_rank, fp8_of_rows, linear, linear_into, linear_scratch, linears_into, low_rank_scratch,
-    multiplies_fp8, projected_rows,
+    Epilogue, LayerTo, LayersOfItems, LinearLayer, LowRank, Scratch, TermsOfItems, adapted_weight,
+    adapts_weight, add_low_rank, fp8_of_rows, linear, linear_into, linear_scratch, linears_into,
+    linears_of_items_into, low_rank_scratch, multiplies_fp8, projected_rows,
 };
 pub use narrow_products::{
     Fp8Products, Int8Products, int8_rotation, is_multiplied_in_fp8, set_fp8_products, set_int8_products,

@@ -303,9 +303,9 @@ pub struct LayerTo<'a> {
     pub out: &'a Tensor,
 }
 
-/// [`linear_into`] for several layers over the same rows. On a card it is one batched product if the layers have the
-/// same shape and equal strides in memory, as the projections of one attention do; for products in fp8 the rows are
-/// quantized once.
+/// [`linear_into`] for several layers over the same rows. On a card it is one product if the layers follow each other in memory,
+/// as the projections of one attention do, and one batched product if they have the same shape and equal strides; for products in
+/// fp8 the rows are quantized once.
 ///
 /// # Errors
 /// Errors of [`linear_into`].
@@ -329,6 +329,65 @@ pub fn linears_into<'a>(
     }
     for LayerTo { layer, out } in layers {
         linear_into(x, layer, then, out, scratch)?;
+    }
+    Ok(())
+}
+
+/// Layers over the rows of some items of a batch, whose other items have others.
+#[derive(Clone, Debug)]
+pub struct LayersOfItems<'a> {
+    /// Numbers of the items, from 0.
+    pub items: Range<usize>,
+    /// As many as for other items.
+    pub layers: Vec<LinearLayer<'a>>,
+}
+
+/// [`linears_into`] over the items of a batch, some with other layers than others: `x` is `[items, ..]` with rows of the layers'
+/// inputs, and each of `outs` `[items, ..]` with rows of the outputs of the layers in its place. Results of items that are not named keep
+/// their bits. On a card, layers of one shape in full precision that are at equal distances, for as many items each, are one
+/// batched product.
+///
+/// # Errors
+/// When there is no such item, or not a layer for each of `outs`; errors of [`linear_into`].
+pub fn linears_of_items_into(
+    x: &Tensor,
+    of_items: &[LayersOfItems<'_>],
+    outs: &[&Tensor],
+    scratch: &Scratch,
+) -> Result<()> {
+    let mut parts = Vec::with_capacity(of_items.len());
+    for LayersOfItems { items, layers } in of_items {
+        let part = |all: &Tensor| all.narrow(0, items.start, items.len());
+        if items.is_empty() || layers.len() != outs.len() {
+            candle_core::bail!(
+                "{} layers for {} results of items {items:?}",
+                layers.len(),
+                outs.len()
+            );
+        }
+        let outs = outs.iter().map(|out| part(out)).collect::<Result<Vec<_>>>()?;
+        parts.push((part(x)?, layers, outs));
+    }
+    let mut over = Vec::with_capacity(parts.len());
+    for (x, layers, outs) in &parts {
+        let layers = layers.iter().cloned().zip(outs);
+        let layers: Vec<LayerTo<'_>> = layers.map(|(layer, out)| LayerTo { layer, out }).collect();
+        over.push((x, layers));
+    }
+    #[cfg(feature = "cuda")]
+    if x.device().is_cuda()
+        && over.iter().all(|(x, layers)| {
+            let mut layers = layers.iter();
+            layers.all(|to| to.layer.fits(x.elem_count(), to.out))
+        })
+    {
+        let parts: Vec<_> = over.iter().map(|(x, layers)| (*x, &layers[..])).collect();
+        if crate::cuda::linears_of_parts_as_one(&parts, scratch)? {
+            return Ok(());
+        }
+    }
+    for (x, layers) in over {
+        linears_into(x, &layers, Epilogue::None, scratch)?;
     }
     Ok(())
 }

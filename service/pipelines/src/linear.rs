@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use gpu::{MissingTensor, Weight};
-use ops::{Activation, Epilogue, LayerTo, LinearLayer, LowRank, Scratch, TermsOfItems};
+use ops::{Activation, Epilogue, LayerTo, LayersOfItems, LinearLayer, LowRank, Scratch, TermsOfItems};
 
 use crate::adapters::{AdaptedTensors, Copy, LayerTerm, SetsOfItems};
 
@@ -17,7 +17,7 @@ pub(crate) struct Linear {
     bias: Option<Tensor>,
     /// Of each set of adapters.
     terms: Vec<Vec<LayerTerm>>,
-    /// The weight with the terms of the only set, where a copy is kept.
+    /// The weight with the terms of each set, where copies are kept.
     copy: Option<Copy>,
 }
 
@@ -132,7 +132,7 @@ impl Linear {
         match &self.copy {
             None => self.with_terms(set, device),
             Some(copy) => {
-                let weight = copy.weight(|| self.with_terms(set, device))?;
+                let weight = copy.weight(set, |set| self.with_terms(set, device))?;
                 Ok(LinearLayer::new(weight, self.bias.as_ref()))
             }
         }
@@ -277,35 +277,57 @@ fn device_of(weight: &Weight) -> &Device {
     }
 }
 
-/// Layers over the same rows of items of a batch `[items, ..]`, each item with the adapters of its set. The products with the weights
-/// are over all items at once, and terms are added to the results of their items.
+/// Layers over the same rows of items of a batch `[items, ..]`, each item with the adapters of its set. Where copies of the weights are
+/// kept, items with different sets have products with different copies. Else the products with the weights are over all items at once,
+/// and terms are added to the results of their items.
 ///
 /// # Errors
-/// Errors of [`ops::linears_into`] and [`ops::add_low_rank`].
+/// Errors of [`ops::linears_into`], [`ops::linears_of_items_into`] and [`ops::add_low_rank`].
 pub(crate) fn linears_of_items_into(
     x: &Tensor,
     layers: &[(&Linear, &Tensor)],
     sets: &SetsOfItems,
     scratch: &Scratch,
 ) -> candle_core::Result<()> {
+    if let Some(set) = sets.only() {
+        return linears_of_set_into(x, layers, |layer, out| layer.now(set, out.device()), scratch);
+    }
+    type Layers<'a> = Vec<(&'a Linear, &'a Tensor)>;
+    let (copied, others): (Layers<'_>, Layers<'_>) =
+        layers.iter().partition(|(layer, _)| layer.copy.is_some());
+    if !copied.is_empty() {
+        let mut of_items = Vec::new();
+        for (items, set) in sets.runs() {
+            let layers = copied.iter().map(|(layer, out)| layer.now(set, out.device()));
+            let layers = layers.collect::<candle_core::Result<_>>()?;
+            of_items.push(LayersOfItems { items, layers });
+        }
+        let outs: Vec<&Tensor> = copied.iter().map(|(_, out)| *out).collect();
+        ops::linears_of_items_into(x, &of_items, &outs, scratch)?;
+    }
+    linears_of_set_into(x, &others, |layer, _| Ok(layer.base()), scratch)?;
+    for (layer, out) in others {
+        layer.add_terms_of_items(x, sets, out, scratch)?;
+    }
+    Ok(())
+}
+
+/// Layers over the same rows, as `of` gives them.
+fn linears_of_set_into<'a>(
+    x: &Tensor,
+    layers: &[(&'a Linear, &'a Tensor)],
+    of: impl Fn(&'a Linear, &Tensor) -> candle_core::Result<LinearLayer<'a>>,
+    scratch: &Scratch,
+) -> candle_core::Result<()> {
     let mut to = Vec::with_capacity(layers.len());
     for &(layer, out) in layers {
-        let layer = match sets.only() {
-            Some(set) => layer.now(set, out.device())?,
-            None => layer.base(),
-        };
+        let layer = of(layer, out)?;
         to.push(LayerTo { layer, out });
     }
     match &to[..] {
-        [only] => ops::linear_into(x, &only.layer, Epilogue::None, only.out, scratch)?,
-        all => ops::linears_into(x, all, Epilogue::None, scratch)?,
+        [only] => ops::linear_into(x, &only.layer, Epilogue::None, only.out, scratch),
+        all => ops::linears_into(x, all, Epilogue::None, scratch),
     }
-    if sets.only().is_none() {
-        for (layer, out) in layers {
-            layer.add_terms_of_items(x, sets, out, scratch)?;
-        }
-    }
-    Ok(())
 }
 
 /// Maximum scratch bytes of these layers for `tokens` tokens: they run one after the other.

@@ -1,6 +1,7 @@
 //! Sampling in rounds of a few steps, so that requests at different steps can share passes of a model. Each round is a stage,
 //! and begins with the state of the round before.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use residency::Bytes;
@@ -80,11 +81,12 @@ impl Round {
 
 /// How the sampling of a request shares passes, in rounds. `None` with one slot, or where strengths of adapters change over the
 /// steps, since a whole pass has one strength; such a request is sampled in one stage.
-/// `scratch_each` and `scratch_of_set` are those of [`SharedPass`].
+/// `scratch_each`, `scratch_of_set` and `copies` are those of [`SharedPass`].
 pub(crate) fn shared_pass(
     request: &Request,
     key: String,
     (scratch_each, scratch_of_set): (Bytes, Bytes),
+    copies: BTreeMap<String, Bytes>,
 ) -> Option<SharedPass> {
     is_in_rounds(request).then(|| SharedPass {
         key,
@@ -92,6 +94,7 @@ pub(crate) fn shared_pass(
         slots: request.slots,
         scratch_each,
         scratch_of_set,
+        copies,
     })
 }
 

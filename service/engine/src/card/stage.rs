@@ -144,10 +144,15 @@ impl Card {
     ) -> Result<Result<StageResults, StageFailure>, Halt> {
         let stage = run.need.on_rung(rung, None);
         let mut timeline = Timeline::begin("run");
-        self.drop_kept_where_tight(stage.scratch)?;
+        let taken = match run.stages.len() {
+            ..2 => Bytes::ZERO,
+            _ => self.kept_for(run.need, stage.scratch),
+        };
+        self.drop_kept_where_tight(stage.scratch, taken)?;
         let on_host = self.components_on_host(run, rung, link)?;
-        let largest_block = self.defragment(stage.scratch, link)?;
-        self.reserve_where_tight(stage.scratch, link)?;
+        let taken = taken.min(self.kept_for(run.need, stage.scratch));
+        let largest_block = self.defragment(stage.scratch, taken, link)?;
+        self.reserve_where_tight(stage.scratch, taken, link)?;
         let room = self.ledger.usable();
         let before = self.ledger.summary();
         let lease = self
@@ -204,13 +209,19 @@ impl Card {
         Ok(result)
     }
 
-    /// Makes a stage's scratch available as one allocation. The driver's free memory is in one piece where it remaps; slack is
-    /// memory that activations have kept. Where the stage would depend on it, slack is
+    /// Makes a stage's scratch available as one allocation, without what it takes of what is kept. The driver's free memory is in one
+    /// piece where it remaps; slack is memory that activations have kept. Where the stage would depend on it, slack is
     /// returned first. A remaining shortage is logged, and the stage finds out whether it needs that much. Returns the largest
     /// block that the driver would give, at most `scratch`; `None` if slack and free memory each are enough.
-    fn defragment(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<Option<Bytes>, MoveError> {
+    fn defragment(
+        &mut self,
+        scratch: Bytes,
+        taken: Bytes,
+        link: &mut dyn Link,
+    ) -> Result<Option<Bytes>, MoveError> {
         let accounts = self.ledger.accounts();
-        if scratch <= accounts.slack && scratch <= self.ledger.largest_hole() {
+        let scratch = scratch - taken;
+        if scratch <= accounts.slack - taken && scratch <= self.ledger.largest_hole() {
             return Ok(None);
         }
         let mut largest = self.gpu.largest_allocation(scratch)?;
@@ -228,11 +239,17 @@ impl Card {
         Ok(Some(largest))
     }
 
-    /// Reserves a stage's scratch as one block if less than the same amount would stay free: then nothing has to be moved where
-    /// the stage allocates in the order of its prediction.
-    fn reserve_where_tight(&mut self, scratch: Bytes, link: &mut dyn Link) -> Result<(), MoveError> {
+    /// Reserves a stage's scratch as one block, without what it takes of what is kept, if less than the same amount would stay free:
+    /// then nothing has to be moved where the stage allocates in the order of its prediction.
+    fn reserve_where_tight(
+        &mut self,
+        scratch: Bytes,
+        taken: Bytes,
+        link: &mut dyn Link,
+    ) -> Result<(), MoveError> {
         let accounts = self.ledger.accounts();
-        if (accounts.free + accounts.slack) - scratch >= scratch {
+        let further = scratch - taken;
+        if (accounts.free + accounts.slack) - scratch >= further {
             return Ok(());
         }
         if accounts.slack > Bytes::ZERO {

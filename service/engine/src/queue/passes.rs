@@ -50,7 +50,7 @@ impl View<'_> {
             let ledger = self.ledger_for(job, card);
             let now = self.cards[card].ledger_now(self.now);
             let admission = choose_rung(&ledger, &need, self.policy(job, card), now);
-            if matches!(admission, Admission::Run { rung: 0, .. }) {
+            if matches!(admission, Admission::Run { .. }) {
                 let together = together.iter().map(|(other, _)| other.id.clone());
                 return Some((together.collect(), need));
             }
@@ -117,14 +117,11 @@ impl View<'_> {
         let passes: Vec<&SharedPass> = together.iter().map(|(_, pass)| *pass).collect();
         let mut plan = need.plan.take()?.shared_with(&passes);
         plan.preview = None;
-        // A copy of a weight has the terms of one set of adapters, and adapters in the machine's memory are read for each item.
-        plan.rungs
-            .retain(|rung| rung.copies.is_empty() && rung.from_host.is_empty());
-        plan.rungs.truncate(1);
-        if plan.rungs.is_empty() {
+        need.plan = Some(plan);
+        need = need.on_card(description);
+        if need.rungs().is_empty() {
             return None;
         }
-        need.plan = Some(plan);
         self.learned.improve(&mut need, open.model.family(), description);
         Some(need)
     }

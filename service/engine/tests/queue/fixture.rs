@@ -1,5 +1,6 @@
 //! A model without weights, and requests for it.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -125,6 +126,9 @@ pub const SCRATCH_EACH: Bytes = Bytes::gib(1);
 /// Scratch of each stage in a pass of several sets of adapters.
 pub const SCRATCH_OF_SET: Bytes = Bytes::mib(256);
 
+/// Bytes of the copy of a weight for a set of adapters.
+pub const COPY: Bytes = Bytes::gib(1);
+
 /// Name of the component of an adapter, of a GiB.
 pub fn component_of(adapter: &str) -> String {
     format!("adapter:{adapter}:transformer")
@@ -148,6 +152,15 @@ pub fn with_adapters(mut spec: JobSpec, adapters: &[&str]) -> JobSpec {
     spec
 }
 
+/// One layer is copied for adapters whose names begin so, of [`COPY`] bytes.
+fn copied(request: &Request) -> BTreeMap<String, Bytes> {
+    let copied = request
+        .adapters
+        .iter()
+        .filter(|each| each.name.starts_with("copied"));
+    copied.map(|_| ("layer".to_owned(), COPY)).collect()
+}
+
 fn shared(request: &Request, width: u32, height: u32) -> Option<SharedPass> {
     (request.slots > 1).then(|| SharedPass {
         key: format!("{width}x{height}"),
@@ -158,6 +171,7 @@ fn shared(request: &Request, width: u32, height: u32) -> Option<SharedPass> {
         slots: request.slots,
         scratch_each: SCRATCH_EACH,
         scratch_of_set: SCRATCH_OF_SET,
+        copies: copied(request),
     })
 }
 

@@ -10,7 +10,7 @@ use residency::{Bytes, ComponentId};
 use tokio::time::Instant;
 
 use crate::fixture::{
-    SCRATCH_EACH, SCRATCH_OF_SET, component_of, image_of, picture, run_of, with_adapters, with_formats,
+    COPY, SCRATCH_EACH, SCRATCH_OF_SET, component_of, image_of, picture, run_of, with_adapters, with_formats,
 };
 use crate::worker::{
     Wire, Worker, at_rest, cancelled_by, completed, end, events, needs, one_card, settle, stage_of,
@@ -474,6 +474,37 @@ async fn jobs_with_different_adapters_of_one_base_share_a_pass() {
         );
     }
     at_rest(&queue).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_pass_keeps_copies_of_weights_for_each_set_where_memory_is_free() {
+    // The transformer has 12 of 24 GiB, each adapter 1, the activations of three with their sets 3.75, and the copies 3 more: they never
+    // keep a job out of the pass.
+    for foreign in [1, 5] {
+        let (queue, mut worker) = one_card().await;
+        worker.set_foreign(Bytes::gib(foreign));
+        let mut jobs = Vec::new();
+        for names in [&["copied"][..], &["copied too"], &["plain"]] {
+            jobs.push(queue.submit(adapted(3, "me", names)).await.unwrap());
+        }
+        let order = denoise(&mut worker).await;
+        assert_eq!(rounds(&order).len(), 3, "{foreign}");
+        let Work::Stage(work) = &order.work else {
+            panic!("{order:?}")
+        };
+        let [with_copies, whole] = &work.plan.rungs[..] else {
+            panic!("{:?}", work.plan.rungs)
+        };
+        assert_eq!(with_copies.copies, ["layer"], "once, for all sets");
+        assert_eq!(with_copies.scratch, whole.scratch + COPY + COPY + COPY);
+        assert!(whole.copies.is_empty());
+        worker.complete(&order);
+        while worker.try_work().await {}
+        for job in &mut jobs {
+            end(job).await.unwrap();
+        }
+        at_rest(&queue).await;
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -424,12 +424,6 @@ fn add_at_once(parts: &[TermOf<'_>], (then, adds): (Epilogue, bool), scratch: &S
     let (rows, results) = (Rows::of(x, inputs)?, Rows::of(out, outputs)?);
     let mut at = Vec::with_capacity(parts.len());
     for (x, out, term) in parts {
-        let is_like = |rows: Rows, first: Rows| {
-            Rows {
-                start: first.start,
-                ..rows
-            } == first
-        };
         let is_alike = term.down.dims() == first.down.dims()
             && term.up.dims() == first.up.dims()
             && term.factor.to_bits() == first.factor.to_bits()
@@ -604,9 +598,165 @@ pub(crate) fn linears_in_codes(
     Ok(true)
 }
 
-/// Computes layers over the same rows as one batched product, if all have the same shape, and weights, biases and
-/// results have equal strides. Quantized weights get equal strides in the scratch, if it is large enough. Otherwise
-/// returns `false`; terms may have been written into the results.
+/// A product in full precision: where its operands and its results are, and the places of its results' rows.
+#[derive(Clone, Copy)]
+struct Placed {
+    weight: u64,
+    bias: Option<u64>,
+    out: u64,
+    outputs: usize,
+    rows: Rows,
+}
+
+impl Placed {
+    /// That of a layer over rows of a dtype; `None` for one with a quantized weight, or with terms.
+    fn of(LayerTo { layer, out }: &LayerTo<'_>, dtype: DType) -> Result<Option<Placed>> {
+        let Weight::Full(weight) = layer.weight else {
+            return Ok(None);
+        };
+        let is_plain = layer.low_rank.is_empty()
+            && weight.is_contiguous()
+            && [weight.dtype(), out.dtype()] == [dtype, dtype];
+        if !is_plain {
+            return Ok(None);
+        }
+        let outputs = weight.dim(0)?;
+        Ok(Some(Placed {
+            weight: address_of(weight)?,
+            bias: layer.bias.map(address_of).transpose()?,
+            out: address_of(out)?,
+            outputs,
+            rows: Rows::of(out, outputs)?,
+        }))
+    }
+
+    /// One product with both weights `[.., columns]`, where those, the biases, and the results in each row follow each other.
+    fn and(self, next: Placed, columns: usize, dtype: DType) -> Option<Placed> {
+        let bytes = (self.outputs * dtype.size_in_bytes()) as u64;
+        let outputs = self.outputs + next.outputs;
+        let biases_follow = match (self.bias, next.bias) {
+            (None, None) => true,
+            (Some(own), Some(next)) => next == own + bytes,
+            (None, Some(_)) | (Some(_), None) => false,
+        };
+        let follows = next.weight == self.weight + columns as u64 * bytes
+            && biases_follow
+            && next.out == self.out + bytes
+            && is_like(
+                Rows {
+                    columns: self.rows.columns,
+                    ..next.rows
+                },
+                self.rows,
+            )
+            && self.rows.rows > 1
+            && self.rows.row_stride >= outputs;
+        follows.then_some(Placed { outputs, ..self })
+    }
+}
+
+/// Whether rows are as many, as long and as far apart as others.
+fn is_like(rows: Rows, others: Rows) -> bool {
+    Rows {
+        start: others.start,
+        ..rows
+    } == others
+}
+
+/// The products of layers over the same rows: one where they follow each other in memory, else one for each. `None` where a layer is
+/// quantized, or has terms.
+fn placed(layers: &[LayerTo<'_>], columns: usize, dtype: DType) -> Result<Option<Vec<Placed>>> {
+    let each = layers.iter().map(|to| Placed::of(to, dtype));
+    let Some(each) = each.collect::<Result<Option<Vec<Placed>>>>()? else {
+        return Ok(None);
+    };
+    let Some((first, others)) = each.split_first() else {
+        return Ok(Some(each));
+    };
+    let all = others
+        .iter()
+        .try_fold(*first, |all, next| all.and(*next, columns, dtype));
+    Ok(Some(all.map_or(each, |all| vec![all])))
+}
+
+/// Rows, and the layers over them.
+type LayersOver<'a> = (&'a Tensor, &'a [LayerTo<'a>]);
+
+/// Computes layers over several parts of a batch, in full precision and without terms, each part with its own, as batched products.
+/// Returns `false` where the parts are not alike, or not at equal distances in memory; some results may be written then.
+pub(crate) fn linears_of_parts_as_one(parts: &[LayersOver<'_>], scratch: &Scratch) -> Result<bool> {
+    let Some(&(x, [first, ..])) = parts.first() else {
+        return Ok(false);
+    };
+    let device = x.device().as_cuda_device()?;
+    let (columns, dtype) = (first.layer.weight.dims()[1], x.dtype());
+    let mut products = Vec::with_capacity(parts.len());
+    for (x, layers) in parts {
+        let is_alike = layers
+            .iter()
+            .all(|to| to.layer.weight.dims().get(1) == Some(&columns));
+        match placed(layers, columns, dtype)? {
+            Some(placed) if is_alike => products.push((address_of(x)?, Rows::of(x, columns)?, placed)),
+            _ => return Ok(false),
+        }
+    }
+    let Some((_, rows, of_first)) = products.first() else {
+        return Ok(false);
+    };
+    let card = Card::of(device)?;
+    for (number, one) in of_first.iter().enumerate() {
+        let mut at = Vec::with_capacity(products.len());
+        for (x, rows_of_part, placed) in &products {
+            let like = placed.get(number).filter(|other| {
+                placed.len() == of_first.len()
+                    && is_like(*rows_of_part, *rows)
+                    && other.outputs == one.outputs
+                    && other.bias.is_some() == one.bias.is_some()
+                    && is_like(other.rows, one.rows)
+            });
+            let Some(other) = like else {
+                return Ok(false);
+            };
+            at.push([*x, other.weight, other.bias.unwrap_or(0), other.out]);
+        }
+        let Some([xs, weights, biases, outs]) = distances(&at, dtype.size_in_bytes()) else {
+            return Ok(false);
+        };
+        let layer = Layer {
+            device,
+            card: &card,
+            stream: &device.cuda_stream(),
+            outputs: one.rows.columns,
+            bias: first.layer.bias,
+            then: Epilogue::None,
+            adds: false,
+            out: first.out,
+            scratch,
+        };
+        let shape = layer.shape_to(*rows, columns, one.rows, layer.numbers()?);
+        if shape.batch != 1 {
+            return Ok(false);
+        }
+        let shape = ProductShape {
+            batch: parts.len(),
+            outputs: one.outputs,
+            x_batch: xs,
+            weight_batch: weights,
+            bias_batch: biases,
+            out_batch: outs,
+            added_batch: outs,
+            ..shape
+        };
+        if !layer.try_to(&shape, layer.finish(), &layer.at(x, one)?)? {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Computes layers over the same rows as one product, if they follow each other in memory, or as one batched product, if all have the
+/// same shape, and weights, biases and results have equal strides. Quantized weights get equal strides in the scratch, if it is large
+/// enough. Otherwise returns `false`; terms may have been written into the results.
 pub(crate) fn linear_as_one(
     x: &Tensor,
     layers: &[LayerTo<'_>],
@@ -621,6 +771,31 @@ pub(crate) fn linear_as_one(
     let dequantized = outputs * columns * x.dtype().size_in_bytes();
     let terms = first.layer.low_rank.len();
     let rows = Rows::of(x, columns)?;
+    let card = Card::of(device)?;
+    let product = Layer {
+        device,
+        card: &card,
+        stream: &device.cuda_stream(),
+        outputs,
+        bias: first.layer.bias,
+        then,
+        adds: false,
+        out: first.out,
+        scratch,
+    };
+    let finish = product.finish();
+    if finish == ProductEpilogue::Nothing && then != Epilogue::None {
+        return Ok(false);
+    }
+    if let Some([all]) = placed(layers, columns, x.dtype())?.as_deref() {
+        let shape = ProductShape {
+            outputs: all.outputs,
+            ..product.shape(rows, columns, product.numbers()?)?
+        };
+        if product.try_to(&shape, finish, &product.at(x, all)?)? {
+            return Ok(true);
+        }
+    }
     let in_weight = terms > 0
         && adapts_weight([outputs, columns], rows.count())
         && scratch.holds(layers.len() * dequantized)
@@ -650,30 +825,23 @@ pub(crate) fn linear_as_one(
         let is_alike = layer.weight.dims() == [outputs, columns]
             && layer.low_rank.len() == terms
             && out.dtype() == x.dtype()
-            && out.layout().stride() == first.out.layout().stride();
-        let (true, Some(bias)) = (is_alike, layer.bias) else {
+            && out.layout().stride() == first.out.layout().stride()
+            && layer.bias.is_some() == first.layer.bias.is_some();
+        if !is_alike {
             return Ok(false);
-        };
-        at.push([weight, address_of(bias)?, address_of(out)?]);
+        }
+        let bias = layer.bias.map(address_of).transpose()?;
+        at.push([weight, bias.unwrap_or(0), address_of(out)?]);
     }
     let Some(distances) = distances(&at, x.dtype().size_in_bytes()) else {
         return Ok(false);
     };
-    let card = Card::of(device)?;
     let product = Layer {
-        device,
-        card: &card,
-        stream: &device.cuda_stream(),
-        outputs,
-        bias: first.layer.bias,
-        then,
         adds: terms > 0 && !in_weight,
-        out: first.out,
-        scratch,
+        ..product
     };
     let shape = product.shape(rows, columns, product.numbers()?)?;
-    let finish = product.finish();
-    if shape.batch != 1 || finish == ProductEpilogue::Nothing {
+    if shape.batch != 1 {
         return Ok(false);
     }
     let with_terms: Vec<&LinearLayer<'_>> = layers.iter().map(|to| &to.layer).collect();
@@ -702,7 +870,7 @@ pub(crate) fn linear_as_one(
         weight: at[0][0],
         x: address_of(x)?,
         out: at[0][2],
-        bias: Some(at[0][1]),
+        bias: first.layer.bias.map(|_| at[0][1]),
         scales: None,
         factor: 1.0,
         added: product.adds.then_some(at[0][2]),
@@ -1009,20 +1177,25 @@ impl Layer<'_> {
         self.finish_apart((scales, of_weight, stride), factor)
     }
 
+    /// A product over rows of so many columns.
     fn shape(&self, rows: Rows, columns: usize, numbers: ProductTypes) -> Result<ProductShape> {
-        let outputs = self.outputs;
-        let out = Rows::of(self.out, outputs)?;
+        let out = Rows::of(self.out, self.outputs)?;
+        Ok(self.shape_to(rows, columns, out, numbers))
+    }
+
+    /// A product over rows of so many columns, to these rows.
+    fn shape_to(&self, rows: Rows, columns: usize, out: Rows, numbers: ProductTypes) -> ProductShape {
         let batch = rows.batch.max(out.batch);
         let stride = |rows: Rows| match rows.batch == batch {
             true => rows.batch_stride,
             false => rows.count() / batch * rows.row_stride,
         };
         // Codes are contiguous over batches, in the order of the rows.
-        Ok(ProductShape {
+        ProductShape {
             batch,
             tokens: rows.count() / batch,
             inputs: columns,
-            outputs,
+            outputs: self.outputs,
             x_row: rows.row_stride,
             x_batch: stride(rows),
             out_row: out.row_stride,
@@ -1033,6 +1206,20 @@ impl Layer<'_> {
             weight_order: WeightOrder::OutputsFirst,
             numbers,
             finish: ProductEpilogue::Nothing,
+        }
+    }
+
+    /// The operands of a product in full precision over rows.
+    fn at(&self, x: &Tensor, placed: &Placed) -> Result<At> {
+        Ok(At {
+            weight: placed.weight,
+            x: address_of(x)?,
+            out: placed.out,
+            bias: placed.bias,
+            scales: None,
+            factor: 1.0,
+            added: None,
+            workspace: self.card.workspace(self.device)?,
         })
     }
 

@@ -54,8 +54,8 @@ pub(crate) use exchange::{CardEnd, OwnEnd, allocated as exchange_allocated};
 #[cfg(test)]
 pub(crate) use linear::requantized;
 pub(crate) use linear::{
-    adapted_weight, add_low_rank, add_product, linear_as_one, linear_into, linears_in_codes, multiplies_fp8,
-    quantize_weight, shifted_bias,
+    adapted_weight, add_low_rank, add_product, linear_as_one, linear_into, linears_in_codes,
+    linears_of_parts_as_one, multiplies_fp8, quantize_weight, shifted_bias,
 };
 pub(crate) use moments::group_moments;
 pub(crate) use norm::norm;

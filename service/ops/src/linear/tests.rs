@@ -270,6 +270,125 @@ fn batched_layers_equal_each_layer_alone() -> Result<()> {
     Ok(())
 }
 
+/// Layers whose weights, biases and results follow each other are one product on a card, of whatever heights; other layers are not.
+#[test]
+fn layers_that_follow_each_other_equal_each_layer_alone() -> Result<()> {
+    let device = crate::testing::test_device();
+    let scratch = Scratch::new(1 << 20, device)?;
+    let (tokens, columns, heights) = (9, 32, [48, 16, 16]);
+    let first = |of: usize| heights[..of].iter().sum::<usize>();
+    let all = first(3);
+    for (dtype, has_bias, is_apart) in [
+        (DType::F32, false, false),
+        (DType::BF16, false, false),
+        (DType::BF16, true, false),
+        (DType::BF16, true, true),
+    ] {
+        let x = random(&[2, tokens, columns], 1)?;
+        let (weights, biases) = (random(&[all + 8, columns], 2)?, random(&[all], 3)?);
+        let (weights_, biases_) = (here(&weights).to_dtype(dtype)?, here(&biases).to_dtype(dtype)?);
+        let joint = Tensor::ones((2, tokens, all + 4), dtype, device)?;
+        // With rows of another weight between them they are apart.
+        let begin = |of: usize| first(of) + if is_apart { 4 * of } else { 0 };
+        let mut held = Vec::new();
+        for (of, height) in heights.into_iter().enumerate() {
+            held.push((
+                Weight::Full(weights_.narrow(0, begin(of), height)?),
+                biases_.narrow(0, first(of), height)?,
+                joint.narrow(2, first(of), height)?,
+            ));
+        }
+        let layers = held.iter().map(|(weight, bias, out)| LayerTo {
+            layer: LinearLayer::new(weight, has_bias.then_some(bias)),
+            out,
+        });
+        let layers: Vec<LayerTo<'_>> = layers.collect();
+        linears_into(&here(&x).to_dtype(dtype)?, &layers, Epilogue::None, &scratch)?;
+        let numbers = joint.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        for (of, height) in heights.into_iter().enumerate() {
+            let bias = biases.narrow(0, first(of), height)?;
+            let weight = weights.narrow(0, begin(of), height)?;
+            for item in 0..2 {
+                let expected = defined(&x.get(item)?, &weight, has_bias.then_some(&bias))?;
+                let found = numbers.get(item)?.narrow(1, first(of), height)?.contiguous()?;
+                assert_close(&found, &expected, BF16_OPERATION)?;
+            }
+        }
+        let rest = numbers.narrow(2, all, 4)?.flatten_all()?.to_vec1::<f32>()?;
+        assert!(rest.iter().all(|number| *number == 1.0), "beside the results");
+    }
+    Ok(())
+}
+
+/// On a card they are batched products where the weights of the parts are at equal distances.
+#[test]
+fn parts_of_a_batch_have_the_layers_of_their_own() -> Result<()> {
+    let device = crate::testing::test_device();
+    let scratch = Scratch::new(1 << 20, device)?;
+    let (items, tokens, columns, heights) = (4, 5, 32, [48, 16]);
+    let all = heights[0] + heights[1];
+    let at_distances = vec![(0..1, 0), (1..2, 1), (2..3, 2)];
+    let pairs = vec![(0..2, 2), (2..4, 0)];
+    let unequal = vec![(0..2, 0), (2..3, 1)];
+    for (parts, dtype) in [&at_distances, &pairs, &unequal]
+        .into_iter()
+        .flat_map(|parts| [(parts, DType::F32), (parts, DType::BF16)])
+    {
+        let x = random(&[items, tokens, columns], 1)?;
+        let (weights, biases) = (random(&[3, all, columns], 2)?, random(&[3, all], 3)?);
+        let (weights_, biases_) = (here(&weights).to_dtype(dtype)?, here(&biases).to_dtype(dtype)?);
+        let joint = Tensor::ones((items, tokens, all), dtype, device)?;
+        let held = (0..3).map(|which| {
+            let part = |first, count| {
+                let weight = weights_.get(which)?.narrow(0, first, count)?;
+                Ok::<_, candle_core::Error>((
+                    Weight::Full(weight),
+                    biases_.get(which)?.narrow(0, first, count)?,
+                ))
+            };
+            Ok([part(0, heights[0])?, part(heights[0], heights[1])?])
+        });
+        let held = held.collect::<Result<Vec<_>>>()?;
+        let of_items = parts.iter().map(|(items, which)| LayersOfItems {
+            items: items.clone(),
+            layers: held[*which]
+                .iter()
+                .map(|(weight, bias)| LinearLayer::new(weight, Some(bias)))
+                .collect(),
+        });
+        let of_items: Vec<LayersOfItems<'_>> = of_items.collect();
+        let outs = [
+            joint.narrow(2, 0, heights[0])?,
+            joint.narrow(2, heights[0], heights[1])?,
+        ];
+        let outs: Vec<&Tensor> = outs.iter().collect();
+        linears_of_items_into(&here(&x).to_dtype(dtype)?, &of_items, &outs, &scratch)?;
+        let numbers = joint.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        for item in 0..items {
+            let found = numbers.get(item)?;
+            match parts.iter().find(|(items, _)| items.contains(&item)) {
+                None => {
+                    let found = found.flatten_all()?.to_vec1::<f32>()?;
+                    assert!(found.iter().all(|number| *number == 1.0), "{item} is not named");
+                }
+                Some((_, which)) => {
+                    let (weight, bias) = (weights.get(*which)?, biases.get(*which)?);
+                    let expected = defined(&x.get(item)?, &weight, Some(&bias))?;
+                    assert_close(&found, &expected, BF16_OPERATION)?;
+                }
+            }
+        }
+        let layers = |which: usize, count: usize| LayersOfItems {
+            items: which..which + 1,
+            layers: of_items[0].layers[..count].to_vec(),
+        };
+        let x = here(&x).to_dtype(dtype)?;
+        assert!(linears_of_items_into(&x, &[layers(0, 1)], &outs, &scratch).is_err());
+        assert!(linears_of_items_into(&x, &[layers(items, 2)], &outs, &scratch).is_err());
+    }
+    Ok(())
+}
+
 /// On a card they are one product if the scratch can hold all of them, else one after the other.
 #[test]
 fn batched_quantized_layers_equal_each_layer_alone() -> Result<()> {

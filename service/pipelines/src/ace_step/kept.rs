@@ -18,6 +18,8 @@ const PASSES: usize = 16;
 pub(super) struct KeptPass {
     /// [`SharedPass::key`](crate::SharedPass::key).
     pub(super) key: String,
+    /// The layers of whose weights it has copies.
+    pub(super) copied: Vec<String>,
     /// The names of the sets of adapters, in the order of their numbers.
     pub(super) named: Vec<String>,
     pub(super) sets: Vec<AttachedAdapters>,
@@ -32,10 +34,17 @@ pub(super) struct KeptPass {
 }
 
 impl KeptPass {
-    /// Whether it is of this configuration and key, and of exactly the sets of these names, each named once or more.
-    pub(super) fn serves(&self, config: &TransformerConfig, key: &str, names: &[String]) -> bool {
+    /// Whether it is of this configuration and key, with copies of these weights, and of exactly the sets of these names, each named
+    /// once or more.
+    pub(super) fn serves(
+        &self,
+        config: &TransformerConfig,
+        (key, copied): (&str, &[String]),
+        names: &[String],
+    ) -> bool {
         self.transformer.config() == config
             && self.key == key
+            && self.copied == copied
             && names.iter().all(|name| self.named.contains(name))
             && self.named.iter().all(|name| names.contains(name))
     }

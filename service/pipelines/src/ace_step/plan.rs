@@ -23,7 +23,7 @@ use super::prompts::{MAX_LYRIC_TOKENS, caption, lyrics, seconds_of};
 use super::sound::{samples_at, samples_of_timbre};
 use super::tasks::{first_step_of, keeps_source, starts_from_source};
 use super::tokens::{AudioDetokenizer, AudioTokenizer};
-use super::transformer::is_modulator;
+use super::transformer::{is_in_steps, is_modulator};
 use crate::autoencoders::oobleck::{decode_ladder, encode_ladder};
 use crate::rounds::{Round, is_in_rounds, shared_pass};
 use crate::sampling::Denoiser;
@@ -470,9 +470,18 @@ impl AceStepModel {
         let of_set = self
             .adapters
             .scratch_of_set(TRANSFORMER, &request.adapters, all_rows, dtype);
-        let shared = shared_pass(request, key, (of_two - scratch, of_set));
+        // A copy of a weight is made once, so it counts against the terms in the rows of all steps.
+        let rows_in = |rows: usize| move |name: &str| if is_in_steps(name) { rows } else { 0 };
+        let of_transformer = (TRANSFORMER, &self.parts.components);
+        let copies = self.adapters.copies_in_passes(
+            of_transformer,
+            &request.adapters,
+            rows_in(all_rows * steps as usize),
+        );
+        let shared = shared_pass(request, key, (of_two - scratch, of_set), copies);
         let stage = |round: &Round| {
             let (takes, gives) = self.values_of_round(round, request, audio, prompt);
+            let rows_alone = tokens * round.steps.len();
             StagePlan {
                 shape: format!(
                     "{frames} frames c{}{multiplied}{}{}",
@@ -492,7 +501,7 @@ impl AceStepModel {
                     in_step: 1 + u32::from(self.is_guided(request)),
                     flops: self.parts.components.flops_of_products(TRANSFORMER, |_| tokens),
                 },
-                ..denoiser.stage(DENOISE, request, scratch)
+                ..denoiser.stage_with_copies(DENOISE, request, scratch, rows_in(rows_alone))
             }
         };
         rounds.iter().map(stage).collect()

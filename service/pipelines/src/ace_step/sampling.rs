@@ -13,7 +13,7 @@ use super::plan::{
 use super::strengths::{Held, mixed};
 use super::tasks::{first_step_of, frames_of_window, starts_from_source, window_of};
 use super::transformer::{Conditioning, Transformer};
-use crate::adapters::{AdaptedTensors, AttachedAdapters, UsedAs};
+use crate::adapters::{AdaptedTensors, AttachedAdapters};
 use crate::noise::Generator;
 use crate::rounds::Round;
 use crate::sampling::{Prediction, SampledLatent};
@@ -353,13 +353,9 @@ impl Stage<'_, AceStepModel> {
 
     /// Runs a round that is alone in its passes. For most requests this is a round of all steps.
     pub(super) fn denoise(&mut self) -> Result<Values, StageError> {
-        let (model, request) = (self.model, self.run.request);
-        let on = self.on();
+        let (model, on) = (self.model, self.on());
         let mut sampling = Sampling::begin(self, &mut MadeFrom::default())?;
-        let adapters =
-            model
-                .adapters
-                .attach(&request.adapters, TRANSFORMER, UsedAs::Steps, self.run.tensors)?;
+        let adapters = model.adapters.attach_to_sampler(TRANSFORMER, &self.run, on.0)?;
         let transformer = self.transformer(std::slice::from_ref(&adapters))?;
         let mut attended = self.conditions_alone(&transformer)?;
         // The modulations of all steps, in every round: products of fewer rows may round differently.

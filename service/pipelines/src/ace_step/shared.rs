@@ -14,7 +14,7 @@ use super::model::{AceStepModel, TRANSFORMER};
 use super::plan::DENOISE;
 use super::sampling::{Attends, Conditions, Sampling, silence_of, values_of_conditions};
 use super::transformer::{Times, Transformer};
-use crate::adapters::{AttachedAdapters, UsedAs};
+use crate::adapters::AttachedAdapters;
 use crate::rounds::{check_shared, set_of_adapters};
 use crate::stage::Stage;
 use crate::{Kept, Observer, StageError, StageRun, Unobserved, Values};
@@ -204,7 +204,7 @@ impl AceStepModel {
         };
         let names: Vec<String> = stages.iter().map(|run| set_of_adapters(run.request)).collect();
         let key = key_of(first);
-        let serves = |kept: &KeptPass| kept.serves(&self.transformer, &key, &names);
+        let serves = |kept: &KeptPass| kept.serves(&self.transformer, (&key, first.copied()), &names);
         let mut pass = match kept.take().filter(serves) {
             Some(kept) => kept,
             None => self.new_pass(stages, &names)?,
@@ -275,23 +275,22 @@ impl AceStepModel {
 
     /// The transformer with the sets of adapters of stages, whose sets have these names.
     fn new_pass(&self, stages: &[StageRun<'_>], names: &[String]) -> Result<KeptPass, StageError> {
-        let (mut named, mut sets): (Vec<String>, Vec<AttachedAdapters>) = (Vec::new(), Vec::new());
+        let (mut named, mut of_each): (Vec<String>, Vec<&StageRun<'_>>) = (Vec::new(), Vec::new());
         for (run, name) in stages.iter().zip(names) {
             if !named.contains(name) {
-                let uses = &run.request.adapters;
-                let attached = self
-                    .adapters
-                    .attach(uses, TRANSFORMER, UsedAs::Steps, run.tensors);
-                sets.push(attached?);
+                of_each.push(run);
                 named.push(name.clone());
             }
         }
         let first = stages.first();
         let first = first.ok_or_else(|| StageError::BadInput("a pass over no request".to_owned()))?;
+        let dtype = self.parts.dtype();
+        let sets = self.adapters.attach_sets(TRANSFORMER, &of_each, dtype)?;
         let mut unobserved = Unobserved;
         let transformer = Stage::new(self, first, &mut unobserved).transformer(&sets)?;
         Ok(KeptPass {
             key: key_of(first),
+            copied: first.copied().to_vec(),
             named,
             sets,
             transformer,

@@ -452,3 +452,9 @@ fn of_tensor(name: &str) -> impl Fn(candle_core::Error) -> MissingTensor {
 pub(super) fn is_modulator(name: &str) -> bool {
     name.starts_with("time_embed")
 }
+
+/// Whether a tensor belongs to a layer that runs over the tokens of every step: keys and values of conditions are made once.
+pub(super) fn is_in_steps(name: &str) -> bool {
+    let of_conditions = [".cross_attn.to_k.", ".cross_attn.to_v."];
+    name.starts_with("layers.") && !of_conditions.iter().any(|part| name.contains(part))
+}

@@ -152,7 +152,7 @@ struct AttachedAdapter {
 #[derive(Clone, Default)]
 pub(crate) struct AttachedAdapters {
     all: Vec<AttachedAdapter>,
-    /// Copies of weights, where the stage keeps some.
+    /// Copies of weights, where the stage keeps some: those of all sets that it has.
     copies: Option<Copies>,
 }
 
@@ -310,7 +310,8 @@ impl<'a> AdaptedTensors<'a> {
         }
     }
 
-    /// The terms of a layer of this name, of each set. Those of several sets are copied side by side where that makes them one product.
+    /// The terms of a layer of this name, of each set. Those of several sets are copied side by side where that makes them one product,
+    /// unless there are copies of the weight.
     ///
     /// # Errors
     /// When a tensor of an adapter is missing, or cannot be copied.
@@ -323,7 +324,7 @@ impl<'a> AdaptedTensors<'a> {
     ) -> Result<Vec<Vec<LayerTerm>>, MissingTensor> {
         let of_set = |adapters: &AttachedAdapters| adapters.of_layer(layer, inputs, outputs);
         let terms = self.sets.iter().map(of_set).collect::<Result<Vec<_>, _>>()?;
-        if terms.len() < 2 {
+        if terms.len() < 2 || self.keeps_copy(layer) {
             return Ok(terms);
         }
         let beside = side_by_side(&terms, device).map_err(|error| MissingTensor {
@@ -333,12 +334,10 @@ impl<'a> AdaptedTensors<'a> {
         Ok(beside.unwrap_or(terms))
     }
 
-    /// The copies that are kept: a copy has the terms of one set.
+    /// The copies that are kept, for all sets.
     fn copies(&self) -> Option<&Copies> {
-        match &self.sets[..] {
-            [only] => only.copies.as_ref(),
-            _ => None,
-        }
+        let first = self.sets.first();
+        first.and_then(|first| first.copies.as_ref())
     }
 
     /// Whether a copy of the weight of a layer of this name is kept.

@@ -1,6 +1,6 @@
 //! Copies of weights with the terms of adapters: made once in a stage, instead of in every step.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use candle_core::{DType, Device, Result, Tensor};
@@ -55,6 +55,8 @@ impl Kind {
 pub(super) struct Planned {
     pub(super) layers: Vec<String>,
     pub(super) bytes: Bytes,
+    /// Those of the copies in full precision, by layer: sets of adapters that share passes have no others.
+    pub(super) of_numbers: BTreeMap<String, Bytes>,
 }
 
 /// The copies for these parts of adapters on a component; `rows_of` says how many rows the layer of a weight has in a step.
@@ -71,7 +73,8 @@ pub(super) fn planned<'a>(
         linear.map(String::as_str)
     };
     let adapted: BTreeSet<&str> = parts.flat_map(linear).collect();
-    let (mut layers, mut numbers, mut codes, mut largest) = (Vec::new(), 0, 0, 0);
+    let (mut layers, mut codes, mut largest) = (Vec::new(), 0, 0);
+    let mut of_numbers = BTreeMap::new();
     for source in components.sources(base) {
         let Some(layer) = source.name.strip_suffix(".weight") else {
             continue;
@@ -87,7 +90,9 @@ pub(super) fn planned<'a>(
         let bytes = outputs * inputs * dtype.size_in_bytes();
         match Kind::kept(format, [outputs, inputs], rows_of(&source.name)) {
             None => continue,
-            Some(Kind::Numbers) => numbers += bytes,
+            Some(Kind::Numbers) => {
+                of_numbers.insert(layer.to_owned(), Bytes(ops::allocated(bytes)));
+            }
             Some(Kind::Fp8) => {
                 codes += ops::allocated(FP8.bytes(outputs, inputs).0 as usize);
                 largest = largest.max(ops::allocated(bytes));
@@ -95,43 +100,51 @@ pub(super) fn planned<'a>(
         }
         layers.push(layer.to_owned());
     }
+    let numbers: Bytes = of_numbers.values().copied().sum();
     Planned {
         layers,
-        bytes: Bytes(ops::allocated(numbers) + codes + largest),
+        bytes: numbers + Bytes(codes + largest),
+        of_numbers,
     }
 }
 
 const FP8: WeightFormat = WeightFormat::Fp8(Fp8Scales::Rows);
 
-/// The copies of one stage.
+/// The copies of one stage, or of shared passes: one of each layer for each set of adapters.
 #[derive(Clone, Debug)]
 pub(crate) struct Copies {
     layers: Arc<BTreeSet<String>>,
+    /// Number of sets of adapters.
+    sets: usize,
     /// Of those in full precision, if there are any.
     room: Option<Arc<Mutex<Room>>>,
     dtype: DType,
 }
 
-/// Memory of the copies in full precision: those of layers that run one after the other are next to each other, so that layers over
-/// the same rows are one product with copies as without.
+/// Memory of the copies in full precision. Those of layers that run one after the other are next to each other, so that layers over
+/// the same rows are one product with copies as without; and those of one layer are at equal distances, so that items with different
+/// sets have one batched product.
 #[derive(Debug)]
 struct Room {
+    /// `[sets, numbers of a set]`.
     numbers: Tensor,
     used: usize,
 }
 
 impl Copies {
-    /// Copies of these layers of a component, in `dtype`. A CPU keeps none with the terms of adapters.
+    /// Copies of these layers of a component for so many sets of adapters, in `dtype`. A CPU keeps none with the terms of adapters.
     ///
     /// # Errors
     /// When memory is exhausted.
     pub(super) fn of(
         layers: &[String],
         component: &ComponentTensors,
+        sets: usize,
         (dtype, device): (DType, &Device),
     ) -> Result<Copies> {
         let named = Copies {
             layers: Arc::new(layers.iter().cloned().collect()),
+            sets,
             room: None,
             dtype,
         };
@@ -150,7 +163,7 @@ impl Copies {
         if count == 0 {
             return Ok(named);
         }
-        let numbers = ops::blank(&[count], dtype, device)?;
+        let numbers = ops::blank(&[sets, count], dtype, device)?;
         Ok(Copies {
             room: Some(Arc::new(Mutex::new(Room { numbers, used: 0 }))),
             ..named
@@ -169,6 +182,7 @@ impl Copies {
         }
         let room = match (Kind::of_weight(weight), weight) {
             (Kind::Numbers, _) => Some(Arc::clone(self.room.as_ref()?)),
+            (Kind::Fp8, _) if self.sets > 1 => return None,
             (Kind::Fp8, Weight::Full(_)) => return None,
             (Kind::Fp8, Weight::Quantized(quantized)) => {
                 // A card without such products adds the terms in every step.
@@ -177,36 +191,50 @@ impl Copies {
             }
         };
         Some(Copy {
+            sets: self.sets,
             room,
             made: Arc::default(),
         })
     }
 }
 
-/// The copy of one weight.
+/// The copy of one weight for each set of adapters.
 #[derive(Clone, Debug)]
 pub(crate) struct Copy {
-    /// Where it is written in full precision; `None` for one in fp8.
+    sets: usize,
+    /// Where they are written in full precision; `None` for those in fp8.
     room: Option<Arc<Mutex<Room>>>,
-    made: Arc<OnceLock<Weight>>,
+    made: Arc<OnceLock<Vec<Weight>>>,
 }
 
 impl Copy {
-    /// The weight with the terms of `layer`, which computes it; made at the first call.
+    /// The weight with the terms of a set. `layer` computes the layer with those of each set: all copies are made at the first call.
     ///
     /// # Errors
-    /// Errors of `layer`, and of the device.
-    pub(crate) fn weight<'a>(&self, layer: impl FnOnce() -> Result<LinearLayer<'a>>) -> Result<&Weight> {
-        if let Some(made) = self.made.get() {
-            return Ok(made);
+    /// When there is no such set; errors of `layer`, and of the device.
+    pub(crate) fn weight<'a>(
+        &self,
+        set: usize,
+        layer: impl Fn(usize) -> Result<LinearLayer<'a>>,
+    ) -> Result<&Weight> {
+        let made = match self.made.get() {
+            Some(made) => made,
+            None => {
+                let layers = (0..self.sets).map(layer).collect::<Result<Vec<_>>>()?;
+                let made = self.make(&layers)?;
+                self.made.get_or_init(|| made)
+            }
+        };
+        match made.get(set) {
+            Some(weight) => Ok(weight),
+            None => candle_core::bail!("no copy of a weight for set {set} of {}", self.sets),
         }
-        let made = self.make(&layer()?)?;
-        Ok(self.made.get_or_init(|| made))
     }
 
-    fn make(&self, layer: &LinearLayer<'_>) -> Result<Weight> {
-        let Some(first) = layer.low_rank.first() else {
-            return Ok(layer.weight.clone());
+    fn make(&self, layers: &[LinearLayer<'_>]) -> Result<Vec<Weight>> {
+        let terms = layers.iter().flat_map(|layer| &layer.low_rank);
+        let (Some(first), Some(layer)) = (terms.into_iter().next(), layers.first()) else {
+            return Ok(layers.iter().map(|layer| layer.weight.clone()).collect());
         };
         let (dtype, device) = (first.down.dtype(), first.down.device());
         let (outputs, inputs) = (layer.weight.dims()[0], layer.weight.dims()[1]);
@@ -214,13 +242,16 @@ impl Copy {
             let numbers = ops::blank(&[outputs, inputs], dtype, device)?;
             ops::adapted_weight(layer, &numbers)?;
             let codes = Tensor::zeros(FP8.bytes(outputs, inputs).0 as usize, DType::U8, device)?;
-            return Ok(Weight::Quantized(ops::fp8_of_rows(&numbers, &codes)?));
+            return Ok(vec![Weight::Quantized(ops::fp8_of_rows(&numbers, &codes)?)]);
         };
         let mut room = room.lock().unwrap_or_else(PoisonError::into_inner);
-        let numbers = room.numbers.narrow(0, room.used, outputs * inputs)?;
+        let of_layer = room.numbers.narrow(1, room.used, outputs * inputs)?;
         room.used += outputs * inputs;
-        let numbers = numbers.reshape((outputs, inputs))?;
-        ops::adapted_weight(layer, &numbers)?;
-        Ok(Weight::Full(numbers))
+        let each = layers.iter().enumerate().map(|(set, layer)| {
+            let numbers = of_layer.get(set)?.reshape((outputs, inputs))?;
+            ops::adapted_weight(layer, &numbers)?;
+            Ok(Weight::Full(numbers))
+        });
+        each.collect()
     }
 }

@@ -8,7 +8,7 @@ use gpu::ComponentTensors;
 use residency::Bytes;
 
 use super::attached::AttachedAdapters;
-use super::copies::{Copies, planned};
+use super::copies::{Copies, Planned, planned};
 use super::open::{Adapter, AdapterPart, open_adapters};
 use super::targets::TargetComponent;
 use super::{AdapterFile, AdapterUse};
@@ -203,16 +203,38 @@ impl AdapterSet {
     /// rows the layer of a weight has in a step.
     pub(crate) fn rung_with_copies(
         &self,
-        (base, components): (&str, &ComponentSet),
+        of: (&str, &ComponentSet),
         uses: &[AdapterUse],
         scratch: Bytes,
         rows_of: impl Fn(&str) -> usize,
     ) -> Option<Rung> {
+        let planned = self.planned_copies(of, uses, rows_of)?;
+        Some(Rung::whole(scratch).with_copies(planned.layers, planned.bytes))
+    }
+
+    /// By layer, the bytes of the copies of weights that shared passes keep for the adapters that a request uses: those in full
+    /// precision. `rows_of` says how many rows the layer of a weight has in all passes together.
+    pub(crate) fn copies_in_passes(
+        &self,
+        of: (&str, &ComponentSet),
+        uses: &[AdapterUse],
+        rows_of: impl Fn(&str) -> usize,
+    ) -> BTreeMap<String, Bytes> {
+        let planned = self.planned_copies(of, uses, rows_of);
+        planned.map_or(BTreeMap::new(), |planned| planned.of_numbers)
+    }
+
+    /// The copies of weights for the adapters that a request uses; `None` if there are none to keep.
+    fn planned_copies(
+        &self,
+        (base, components): (&str, &ComponentSet),
+        uses: &[AdapterUse],
+        rows_of: impl Fn(&str) -> usize,
+    ) -> Option<Planned> {
         let are_constant = uses.iter().all(|each| each.strength.is_constant());
         let parts = self.parts(uses, base, UsedAs::Steps).map(|(_, part)| part);
         let planned = planned(parts, components, base, rows_of, components.dtype());
-        let keeps_some = are_constant && !planned.layers.is_empty();
-        keeps_some.then(|| Rung::whole(scratch).with_copies(planned.layers, planned.bytes))
+        (are_constant && !planned.layers.is_empty()).then_some(planned)
     }
 
     /// The uses that change these text encoders, reduced to the part that text encoders read: the strength in text encoders.
@@ -240,10 +262,31 @@ impl AdapterSet {
         run: &StageRun<'_>,
         dtype: DType,
     ) -> Result<AttachedAdapters, StageError> {
-        let attached = self.attach(&run.request.adapters, base, UsedAs::Steps, run.tensors)?;
-        let layers = run.plan.rungs.get(run.rung).map_or(&[][..], |rung| &rung.copies);
-        let copies = Copies::of(layers, &*(run.tensors)(base)?, (dtype, run.device))?;
-        Ok(attached.with_copies(copies))
+        let attached = self.attach_sets(base, &[run], dtype)?.into_iter().next();
+        Ok(attached.unwrap_or_default())
+    }
+
+    /// Attaches the sets of adapters that stages in shared passes use, the set of each of these, with the copies of the rung of the
+    /// first.
+    ///
+    /// # Errors
+    /// When a component is not resident; when memory is exhausted.
+    pub(crate) fn attach_sets(
+        &self,
+        base: &str,
+        runs: &[&StageRun<'_>],
+        dtype: DType,
+    ) -> Result<Vec<AttachedAdapters>, StageError> {
+        let Some(first) = runs.first() else {
+            return Ok(Vec::new());
+        };
+        let component = (first.tensors)(base)?;
+        let copies = Copies::of(first.copied(), &component, runs.len(), (dtype, first.device))?;
+        let sets = runs.iter().map(|run| {
+            let attached = self.attach(&run.request.adapters, base, UsedAs::Steps, run.tensors)?;
+            Ok(attached.with_copies(copies.clone()))
+        });
+        sets.collect()
     }
 
     /// Attaches the adapters that a request uses on a component.

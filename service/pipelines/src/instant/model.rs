@@ -1,5 +1,6 @@
 //! The instant model: plans, and simulated computation.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -304,7 +305,7 @@ impl InstantModel {
             steps: round.steps.end - round.steps.start,
             takes: of_text.chain(started).collect(),
             gives: vec![round.leaves(SAMPLING).unwrap_or_else(|| LATENT.to_owned())],
-            shared: shared_pass(request, key, (each, Bytes::ZERO)),
+            shared: shared_pass(request, key, (each, Bytes::ZERO), BTreeMap::new()),
             // A preview of a shared pass would not show which of its requests it belongs to.
             preview: None,
             ..whole
