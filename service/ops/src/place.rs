@@ -157,7 +157,11 @@ pub(crate) fn apart_from(x: &Tensor, out: &Tensor) -> Result<Tensor> {
         let ((x, _), (out, _)) = (x.storage_and_layout(), out.storage_and_layout());
         std::ptr::eq(&raw const *x, &raw const *out)
     };
-    if is_same { x.copy() } else { Ok(x.clone()) }
+    if is_same {
+        x.force_contiguous()
+    } else {
+        Ok(x.clone())
+    }
 }
 
 /// Calls `write(row, elements)` for every row of a CPU tensor, in parallel, with the current elements, which it

@@ -11,15 +11,15 @@ use super::config::{LayerConfig, TransformerConfig};
 use crate::adapters::SetsOfItems;
 use crate::rotary::Rotations;
 
-/// Buffers of a pass over `[batch, tokens]`, reused by every layer. Queries, keys and values share memory with the gate of the
-/// feed-forward, and the output of attention with its raised values.
+/// Buffers of a pass over `[batch, tokens]`, reused by every layer. A row has queries, keys, values and the output of attention one
+/// after the other, or in the same memory both halves of the feed-forward: results that follow each other are those of one product.
 #[derive(Debug)]
 pub(super) struct TokenBuffers {
     /// The residual stream, `[batch, tokens, hidden_size]`.
     pub(super) sum: Tensor,
     /// Normalized input of the next layers, or their output before it is added.
     pub(super) normed: Tensor,
-    /// `[batch, tokens, heads, head_dim]`, followed by keys and values in each row.
+    /// `[batch, tokens, heads, head_dim]`, followed by keys, values and the output of attention in each row.
     pub(super) query: Tensor,
     /// The same of all items as one, `[1, batch tokens, heads, head_dim]`.
     query_rows: Tensor,
@@ -97,20 +97,11 @@ impl StepBuffers {
     }
 }
 
-/// Elements per token of the first shared buffer: queries, keys and values, or the gate.
-fn first_width(layer: &LayerConfig) -> usize {
-    (layer.queries() + 2 * layer.keys()).max(layer.intermediate_size)
-}
-
-/// Elements per token of the second: attention output, rounded up to whole heads, or the raised values.
-fn second_width(layer: &LayerConfig) -> usize {
-    let inner = layer.intermediate_size.next_multiple_of(layer.head_dim);
-    layer.queries().max(inner)
-}
-
-/// Elements from one token to the next of queries, keys and values, and of attention output.
-pub(super) fn row_widths(layer: &LayerConfig) -> (usize, usize) {
-    (layer.queries() + 2 * layer.keys(), second_width(layer))
+/// Elements from one token to the next of queries, keys, values and the output of attention, in whole heads.
+pub(super) fn row_width(layer: &LayerConfig) -> usize {
+    let of_attention = 2 * layer.queries() + 2 * layer.keys();
+    let halves = 2 * layer.intermediate_size;
+    of_attention.max(halves).next_multiple_of(layer.head_dim)
 }
 
 impl TokenBuffers {
@@ -128,17 +119,12 @@ impl TokenBuffers {
             layer.num_key_value_heads,
             layer.intermediate_size,
         );
-        let buffer = |width: usize| Tensor::zeros(all * width, dtype, device);
-        let (first, second) = (buffer(first_width(layer))?, buffer(second_width(layer))?);
-        let joint = first.narrow(0, 0, all * (heads + 2 * keys) * head)?;
-        let joint_rows = joint.reshape((1, all, heads + 2 * keys, head))?;
-        let joint = joint.reshape((batch, tokens, heads + 2 * keys, head))?;
-        let attended_rows = second.reshape((1, all, second_width(layer) / head, head))?;
-        let attended = second.reshape((batch, tokens, second_width(layer) / head, head))?;
-        let halves = |buffer: &Tensor| {
-            let half = buffer.narrow(0, 0, all * inner)?;
-            half.reshape((batch, tokens, inner))
-        };
+        let width = row_width(layer);
+        let shared = Tensor::zeros(all * width, dtype, device)?;
+        let in_heads = |shape: (usize, usize)| shared.reshape((shape.0, shape.1, width / head, head));
+        let (joint, joint_rows) = (in_heads((batch, tokens))?, in_heads((1, all))?);
+        let halves = shared.reshape((batch, tokens, width))?;
+        let after = heads + 2 * keys;
         let rows = (batch, tokens, layer.hidden_size);
         Ok(TokenBuffers {
             sum: Tensor::zeros(rows, of_sum, device)?,
@@ -147,10 +133,10 @@ impl TokenBuffers {
             query_rows: joint_rows.narrow(2, 0, heads)?,
             key: joint.narrow(2, heads, keys)?,
             value: joint.narrow(2, heads + keys, keys)?,
-            attended: attended.narrow(2, 0, heads)?,
-            attended_rows: attended_rows.narrow(2, 0, heads)?,
-            gate: halves(&first)?,
-            raised: halves(&second)?,
+            attended: joint.narrow(2, after, heads)?,
+            attended_rows: joint_rows.narrow(2, after, heads)?,
+            gate: halves.narrow(2, 0, inner)?,
+            raised: halves.narrow(2, inner, inner)?,
             scratch: Arc::new(Scratch::new(scratch_bytes, device)?),
             sets: SetsOfItems::first_of(batch),
         })
@@ -189,8 +175,7 @@ impl TokenBuffers {
         let size = dtype.size_in_bytes();
         allocated(tokens * layer.hidden_size * of_sum.size_in_bytes())
             + allocated(tokens * layer.hidden_size * size)
-            + allocated(tokens * first_width(layer) * size)
-            + allocated(tokens * second_width(layer) * size)
+            + allocated(tokens * row_width(layer) * size)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use ops::{AttentionShape, MaskShape, Planned};
 
-use super::buffers::row_widths;
+use super::buffers::row_width;
 use super::model::{AceStepModel, TEXT_ENCODER};
 use super::plan::{DECODE, DENOISE, ENCODE_REFERENCE, ENCODE_SOURCE, ENCODE_TEXT};
 use super::sound::{samples_at, samples_of_timbre};
@@ -62,7 +62,7 @@ impl AceStepModel {
         let layer = &self.transformer.layer;
         let tokens = self.transformer.tokens(self.frames(audio));
         let by_head = (layer.num_attention_heads, layer.head_dim);
-        let rows = row_widths(layer);
+        let rows = (row_width(layer), row_width(layer));
         let of_tokens = |tokens, mask| AttentionShape {
             heads_kv: layer.num_key_value_heads,
             ..AttentionShape::of_rows(tokens, by_head, rows, self.parts.dtype(), mask)
