@@ -598,7 +598,7 @@ pub(crate) fn linears_in_codes(
     Ok(true)
 }
 
-/// A product in full precision: where its operands and its results are, and the places of its results' rows.
+/// A product with a weight in the dtype of its rows: where its operands and its results are, and the places of its results' rows.
 #[derive(Clone, Copy)]
 struct Placed {
     weight: u64,
@@ -609,25 +609,16 @@ struct Placed {
 }
 
 impl Placed {
-    /// That of a layer over rows of a dtype; `None` for one with a quantized weight, or with terms.
-    fn of(LayerTo { layer, out }: &LayerTo<'_>, dtype: DType) -> Result<Option<Placed>> {
-        let Weight::Full(weight) = layer.weight else {
-            return Ok(None);
-        };
-        let is_plain = layer.low_rank.is_empty()
-            && weight.is_contiguous()
-            && [weight.dtype(), out.dtype()] == [dtype, dtype];
-        if !is_plain {
-            return Ok(None);
-        }
-        let outputs = weight.dim(0)?;
-        Ok(Some(Placed {
-            weight: address_of(weight)?,
+    /// That of a layer whose weight is at this address.
+    fn of(LayerTo { layer, out }: &LayerTo<'_>, weight: u64) -> Result<Placed> {
+        let outputs = layer.weight.dims()[0];
+        Ok(Placed {
+            weight,
             bias: layer.bias.map(address_of).transpose()?,
             out: address_of(out)?,
             outputs,
             rows: Rows::of(out, outputs)?,
-        }))
+        })
     }
 
     /// One product with both weights `[.., columns]`, where those, the biases, and the results in each row follow each other.
@@ -639,16 +630,14 @@ impl Placed {
             (Some(own), Some(next)) => next == own + bytes,
             (None, Some(_)) | (Some(_), None) => false,
         };
+        let like_own = Rows {
+            columns: self.rows.columns,
+            ..next.rows
+        };
         let follows = next.weight == self.weight + columns as u64 * bytes
             && biases_follow
             && next.out == self.out + bytes
-            && is_like(
-                Rows {
-                    columns: self.rows.columns,
-                    ..next.rows
-                },
-                self.rows,
-            )
+            && is_like(like_own, self.rows)
             && self.rows.rows > 1
             && self.rows.row_stride >= outputs;
         follows.then_some(Placed { outputs, ..self })
@@ -663,20 +652,64 @@ fn is_like(rows: Rows, others: Rows) -> bool {
     } == others
 }
 
-/// The products of layers over the same rows: one where they follow each other in memory, else one for each. `None` where a layer is
-/// quantized, or has terms.
+/// Products over the same rows as one: a product of all, where they follow each other in memory, or a batch of them.
+struct Together {
+    /// That product, or the first of the batch.
+    one: Placed,
+    /// Products of the batch.
+    count: usize,
+    /// Elements between weights, biases and results of the batch.
+    apart: [usize; 3],
+}
+
+impl Together {
+    /// `None` where they neither follow each other, nor are of one shape at equal distances.
+    fn of(each: &[Placed], columns: usize, dtype: DType) -> Option<Together> {
+        let (first, others) = each.split_first()?;
+        if let Some(one) = others
+            .iter()
+            .try_fold(*first, |all, next| all.and(*next, columns, dtype))
+        {
+            return Some(Together {
+                one,
+                count: 1,
+                apart: [0; 3],
+            });
+        }
+        let is_alike = |other: &Placed| other.outputs == first.outputs && is_like(other.rows, first.rows);
+        let at = each
+            .iter()
+            .map(|one| [one.weight, one.bias.unwrap_or(0), one.out]);
+        let apart = distances(&at.collect::<Vec<_>>(), dtype.size_in_bytes())?;
+        others.iter().all(is_alike).then_some(Together {
+            one: *first,
+            count: each.len(),
+            apart,
+        })
+    }
+}
+
+/// The products of layers over the same rows in full precision: one where they follow each other in memory, else one for each. `None`
+/// where a layer is quantized, or has terms.
 fn placed(layers: &[LayerTo<'_>], columns: usize, dtype: DType) -> Result<Option<Vec<Placed>>> {
-    let each = layers.iter().map(|to| Placed::of(to, dtype));
-    let Some(each) = each.collect::<Result<Option<Vec<Placed>>>>()? else {
-        return Ok(None);
-    };
-    let Some((first, others)) = each.split_first() else {
-        return Ok(Some(each));
-    };
-    let all = others
-        .iter()
-        .try_fold(*first, |all, next| all.and(*next, columns, dtype));
-    Ok(Some(all.map_or(each, |all| vec![all])))
+    let mut each = Vec::with_capacity(layers.len());
+    for to in layers {
+        match to.layer.weight {
+            Weight::Full(weight)
+                if to.layer.low_rank.is_empty()
+                    && weight.dims()[1] == columns
+                    && weight.is_contiguous()
+                    && [weight.dtype(), to.out.dtype()] == [dtype, dtype] =>
+            {
+                each.push(Placed::of(to, address_of(weight)?)?);
+            }
+            Weight::Full(_) | Weight::Quantized(_) => return Ok(None),
+        }
+    }
+    Ok(Some(match Together::of(&each, columns, dtype) {
+        Some(Together { one, count: 1, .. }) => vec![one],
+        _ => each,
+    }))
 }
 
 /// Rows, and the layers over them.
@@ -692,13 +725,10 @@ pub(crate) fn linears_of_parts_as_one(parts: &[LayersOver<'_>], scratch: &Scratc
     let (columns, dtype) = (first.layer.weight.dims()[1], x.dtype());
     let mut products = Vec::with_capacity(parts.len());
     for (x, layers) in parts {
-        let is_alike = layers
-            .iter()
-            .all(|to| to.layer.weight.dims().get(1) == Some(&columns));
-        match placed(layers, columns, dtype)? {
-            Some(placed) if is_alike => products.push((address_of(x)?, Rows::of(x, columns)?, placed)),
-            _ => return Ok(false),
-        }
+        let Some(placed) = placed(layers, columns, dtype)? else {
+            return Ok(false);
+        };
+        products.push((address_of(x)?, Rows::of(x, columns)?, placed));
     }
     let Some((_, rows, of_first)) = products.first() else {
         return Ok(false);
@@ -726,7 +756,7 @@ pub(crate) fn linears_of_parts_as_one(parts: &[LayersOver<'_>], scratch: &Scratc
             device,
             card: &card,
             stream: &device.cuda_stream(),
-            outputs: one.rows.columns,
+            outputs: one.outputs,
             bias: first.layer.bias,
             then: Epilogue::None,
             adds: false,
@@ -739,7 +769,6 @@ pub(crate) fn linears_of_parts_as_one(parts: &[LayersOver<'_>], scratch: &Scratc
         }
         let shape = ProductShape {
             batch: parts.len(),
-            outputs: one.outputs,
             x_batch: xs,
             weight_batch: weights,
             bias_batch: biases,
@@ -767,81 +796,61 @@ pub(crate) fn linear_as_one(
         return Ok(false);
     };
     let device = x.device().as_cuda_device()?;
-    let (outputs, columns) = (first.layer.weight.dims()[0], first.layer.weight.dims()[1]);
-    let dequantized = outputs * columns * x.dtype().size_in_bytes();
-    let terms = first.layer.low_rank.len();
+    let (dtype, columns) = (x.dtype(), first.layer.weight.dims()[1]);
     let rows = Rows::of(x, columns)?;
-    let card = Card::of(device)?;
-    let product = Layer {
-        device,
-        card: &card,
-        stream: &device.cuda_stream(),
-        outputs,
-        bias: first.layer.bias,
-        then,
-        adds: false,
-        out: first.out,
-        scratch,
-    };
-    let finish = product.finish();
-    if finish == ProductEpilogue::Nothing && then != Epilogue::None {
-        return Ok(false);
-    }
-    if let Some([all]) = placed(layers, columns, x.dtype())?.as_deref() {
-        let shape = ProductShape {
-            outputs: all.outputs,
-            ..product.shape(rows, columns, product.numbers()?)?
-        };
-        if product.try_to(&shape, finish, &product.at(x, all)?)? {
-            return Ok(true);
-        }
-    }
-    let in_weight = terms > 0
-        && adapts_weight([outputs, columns], rows.count())
-        && scratch.holds(layers.len() * dequantized)
-        && dequantized.is_multiple_of(APART);
-    let mut at = Vec::with_capacity(layers.len());
-    let mut stored = Vec::with_capacity(layers.len());
-    for (which, LayerTo { layer, out }) in layers.iter().enumerate() {
+    let terms = first.layer.low_rank.len();
+    let bytes_of = |to: &LayerTo<'_>| to.layer.weight.dims()[0] * columns * dtype.size_in_bytes();
+    let has_room = scratch.holds(layers.iter().map(bytes_of).sum())
+        && layers.iter().all(|to| bytes_of(to).is_multiple_of(APART));
+    let adapts = |to: &LayerTo<'_>| adapts_weight([to.layer.weight.dims()[0], columns], rows.count());
+    let in_weight = terms > 0 && has_room && layers.iter().all(adapts);
+    let (mut each, mut stored, mut taken) = (Vec::with_capacity(layers.len()), Vec::new(), 0);
+    for to @ LayerTo { layer, out } in layers {
+        let bytes = bytes_of(to);
         let weight = match layer.weight {
-            Weight::Full(weight) if weight.is_contiguous() && weight.dtype() == x.dtype() => {
+            Weight::Full(weight) if weight.is_contiguous() && weight.dtype() == dtype => {
                 stored.push(address_of(weight)?);
                 match in_weight {
-                    true => scratch.place(which * dequantized, dequantized)?,
+                    true => scratch.place(taken, bytes)?,
                     false => address_of(weight)?,
                 }
             }
-            Weight::Quantized(weight)
-                if scratch.holds(layers.len() * dequantized)
-                    && dequantized.is_multiple_of(APART)
-                    && RowCodes::of(device, weight, x.dtype())?.is_none() =>
-            {
-                let place = scratch.place(which * dequantized, dequantized)?;
+            Weight::Quantized(weight) if has_room && RowCodes::of(device, weight, dtype)?.is_none() => {
+                let place = scratch.place(taken, bytes)?;
                 stored.push(place);
                 place
             }
             Weight::Full(_) | Weight::Quantized(_) => return Ok(false),
         };
-        let is_alike = layer.weight.dims() == [outputs, columns]
+        taken += bytes;
+        let fits = layer.weight.dims()[1] == columns
             && layer.low_rank.len() == terms
-            && out.dtype() == x.dtype()
-            && out.layout().stride() == first.out.layout().stride()
+            && out.dtype() == dtype
             && layer.bias.is_some() == first.layer.bias.is_some();
-        if !is_alike {
+        if !fits {
             return Ok(false);
         }
-        let bias = layer.bias.map(address_of).transpose()?;
-        at.push([weight, bias.unwrap_or(0), address_of(out)?]);
+        each.push(Placed::of(to, weight)?);
     }
-    let Some(distances) = distances(&at, x.dtype().size_in_bytes()) else {
+    let Some(together) = Together::of(&each, columns, dtype) else {
         return Ok(false);
     };
+    let card = Card::of(device)?;
     let product = Layer {
+        device,
+        card: &card,
+        stream: &device.cuda_stream(),
+        outputs: together.one.outputs,
+        bias: first.layer.bias,
+        then,
         adds: terms > 0 && !in_weight,
-        ..product
+        out: first.out,
+        scratch,
     };
-    let shape = product.shape(rows, columns, product.numbers()?)?;
-    if shape.batch != 1 {
+    let finish = product.finish();
+    let shape = product.shape_to(rows, columns, together.one.rows, product.numbers()?);
+    let is_batch = together.count > 1;
+    if is_batch && shape.batch != 1 || finish == ProductEpilogue::Nothing && then != Epilogue::None {
         return Ok(false);
     }
     let with_terms: Vec<&LinearLayer<'_>> = layers.iter().map(|to| &to.layer).collect();
@@ -849,32 +858,33 @@ pub(crate) fn linear_as_one(
         let outs: Vec<&Tensor> = layers.iter().map(|to| to.out).collect();
         add_terms(x, &with_terms, &outs, Epilogue::None, false, scratch)?;
     }
-    for (to, [place, ..]) in layers.iter().zip(&at) {
+    for (to, placed) in layers.iter().zip(&each) {
         if let Weight::Quantized(weight) = to.layer.weight {
-            dequantize_to_address(weight, x.dtype(), *place)?;
+            dequantize_to_address(weight, dtype, placed.weight)?;
         }
     }
-    if in_weight {
-        product.add_to_weights(&with_terms, &stored, at[0][0])?;
+    if in_weight && is_batch {
+        product.add_to_weights(&with_terms, &stored, together.one.weight)?;
+    } else if in_weight {
+        for ((layer, from), placed) in with_terms.iter().zip(&stored).zip(&each) {
+            product.add_to_weights(&[layer], &[*from], placed.weight)?;
+        }
     }
-    let shape = ProductShape {
-        batch: layers.len(),
-        x_batch: 0,
-        weight_batch: distances[0],
-        bias_batch: distances[1],
-        out_batch: distances[2],
-        added_batch: distances[2],
-        ..shape
+    let shape = match together.apart {
+        _ if !is_batch => shape,
+        [weights, biases, outs] => ProductShape {
+            batch: together.count,
+            x_batch: 0,
+            weight_batch: weights,
+            bias_batch: biases,
+            out_batch: outs,
+            added_batch: outs,
+            ..shape
+        },
     };
     let at = At {
-        weight: at[0][0],
-        x: address_of(x)?,
-        out: at[0][2],
-        bias: first.layer.bias.map(|_| at[0][1]),
-        scales: None,
-        factor: 1.0,
-        added: product.adds.then_some(at[0][2]),
-        workspace: card.workspace(device)?,
+        added: product.adds.then_some(together.one.out),
+        ..product.at(x, &together.one)?
     };
     product.try_to(&shape, finish, &at)
 }

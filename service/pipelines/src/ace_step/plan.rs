@@ -470,7 +470,8 @@ impl AceStepModel {
         let of_set = self
             .adapters
             .scratch_of_set(TRANSFORMER, &request.adapters, all_rows, dtype);
-        // A copy of a weight is made once, so it counts against the terms in the rows of all steps.
+        // In shared passes a copy of a weight counts against the terms in the rows of all steps, for which it is made once. A request that
+        // runs alone gives the same bits with copies as without, so it has them only where each step would make one.
         let rows_in = |rows: usize| move |name: &str| if is_in_steps(name) { rows } else { 0 };
         let of_transformer = (TRANSFORMER, &self.parts.components);
         let copies = self.adapters.copies_in_passes(
@@ -481,7 +482,6 @@ impl AceStepModel {
         let shared = shared_pass(request, key, (of_two - scratch, of_set), copies);
         let stage = |round: &Round| {
             let (takes, gives) = self.values_of_round(round, request, audio, prompt);
-            let rows_alone = tokens * round.steps.len();
             StagePlan {
                 shape: format!(
                     "{frames} frames c{}{multiplied}{}{}",
@@ -501,7 +501,7 @@ impl AceStepModel {
                     in_step: 1 + u32::from(self.is_guided(request)),
                     flops: self.parts.components.flops_of_products(TRANSFORMER, |_| tokens),
                 },
-                ..denoiser.stage_with_copies(DENOISE, request, scratch, rows_in(rows_alone))
+                ..denoiser.stage_with_copies(DENOISE, request, scratch, rows_in(tokens))
             }
         };
         rounds.iter().map(stage).collect()
