@@ -203,9 +203,10 @@ def pass_ms(
 ) -> float:
     """The time of a step of four segments, each with the next of these adapters; the median over rounds.
 
-    As many segments as slots are under way throughout, so that nearly all rounds are of four.
+    Twice as many segments as slots are under way throughout, so that nearly all rounds are of four. A round
+    has eight steps: the service tells its time in whole milliseconds.
     """
-    steps, rounds = 8, []
+    steps, rounds = 8 * TOGETHER, []
     with service.client.audio_session(model, slots=TOGETHER, lead_s=0.1) as live:
 
         def next_of(number: int) -> moored.Segment:
@@ -245,7 +246,10 @@ def adapters(binary: Path, work: Path) -> None:
     layers = linear_layers(work / MODEL / "transformer")
     for number in range(TOGETHER):
         write_lora(folder / f"rank-{RANK}-{number}.safetensors", layers, number)
-    with Service(binary, work, f'models.adapters=["{folder}"]').logged("adapters") as service:
+    room = ('limits.results="4GiB"', 'limits.results_per_client="2GiB"')
+    with Service(binary, work, f'models.adapters=["{folder}"]', *room).logged(
+        "adapters"
+    ) as service:
         service.client.wait_until_ready(60)
         guarded("adapters", partial(with_adapters, service))
 

@@ -66,8 +66,15 @@ def tell_ledgers(service: Service, what: str) -> None:
 
 
 def both(
-    service: Service, name: str, model: str, size: tuple[int, int], frames: int, asked: Any
+    service: Service,
+    name: str,
+    model: str,
+    size: tuple[int, int],
+    frames: int,
+    asked: Any,
+    in_bf16: dict[int, Any],
 ) -> None:
+    """One film on one card and on two. `in_bf16` has the latents of one card in bf16, by frames."""
     what = f"{hunyuan_step(size, frames)}{name}"
     took, latents = {}, {}
     for cards in (1, 2):
@@ -77,17 +84,29 @@ def both(
         took[cards] = [stage.run_ms for stage in result.stages if stage.name == "denoise"][-1]
         latents[cards] = numbers(service, result)
     tell(f"{what}: four steps on one card by two", took[1] / took[2], "times", at_least=SPEEDUP)
-    one, two = latents[1], latents[2]
-    apart = float(np.linalg.norm(one - two) / np.linalg.norm(one))
+    apart = distance(latents[1], latents[2])
     tell(f"{what}: latents of two cards from one's", apart, "relative L2", at_most=DIFFERENCE)
+    if name:
+        # What rounding to eight bits alone changes.
+        apart = distance(in_bf16[frames], latents[1])
+        tell(f"{what}: latents of one card from those in bf16", apart, "relative L2")
+    else:
+        in_bf16[frames] = latents[1]
+
+
+def distance(expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> float:
+    """The relative L2 distance."""
+    return float(np.linalg.norm(expected - found) / np.linalg.norm(expected))
 
 
 def steps(binary: Path, work: Path) -> None:
+    in_bf16: dict[int, Any] = {}
     with Service(binary, work, "log.filter=info,timeline=debug").logged("steps") as service:
         service.client.wait_until_ready(60)
         for name, model, size, frames, asked in FILMS:
             what = f"{frames} frames{name}"
-            guarded(what, partial(both, service, name, model, size, frames, asked))
+            measure = partial(both, service, name, model, size, frames, asked, in_bf16)
+            guarded(what, measure)
             tell_ledgers(service, f"after {what}")
         service.client.unload(timeout=60)
         service.client.trim()
@@ -116,7 +135,7 @@ def death(service: Service, make: Any, number: int, expected: np.ndarray[Any, An
     if not made:
         raise RuntimeError("the film was not made")
     show(made[0])
-    apart = float(np.linalg.norm(expected - numbers(service, made[0])) / np.linalg.norm(expected))
+    apart = distance(expected, numbers(service, made[0]))
     what = f"a film whose card {number} dies"
     tell(what, time.perf_counter() - began, "s", relative_l2=apart)
     tell_ledgers(service, what)
