@@ -303,9 +303,9 @@ pub struct LayerTo<'a> {
     pub out: &'a Tensor,
 }
 
-/// [`linear_into`] for several layers over the same rows. On a card it is one product if the layers follow each other in memory,
-/// as the projections of one attention do, and one batched product if they have the same shape and equal strides; for products in
-/// fp8 the rows are quantized once.
+/// [`linear_into`] for several layers over the same rows. On a card it is one batched product if the layers have the
+/// same shape and equal strides in memory, as the projections of one attention do; for products in fp8 the rows are
+/// quantized once.
 ///
 /// # Errors
 /// Errors of [`linear_into`].
@@ -345,7 +345,8 @@ pub struct LayersOfItems<'a> {
 /// [`linears_into`] over the items of a batch, some with other layers than others: `x` is `[items, ..]` with rows of the layers'
 /// inputs, and each of `outs` `[items, ..]` with rows of the outputs of the layers in its place. Results of items that are not named keep
 /// their bits. On a card, layers of one shape in full precision that are at equal distances, for as many items each, are one
-/// batched product.
+/// batched product; so are several layers together whose weights, and results in each row, follow each other. Their last bits depend on
+/// where they are.
 ///
 /// # Errors
 /// When there is no such item, or not a layer for each of `outs`; errors of [`linear_into`].

@@ -652,45 +652,8 @@ fn is_like(rows: Rows, others: Rows) -> bool {
     } == others
 }
 
-/// Products over the same rows as one: a product of all, where they follow each other in memory, or a batch of them.
-struct Together {
-    /// That product, or the first of the batch.
-    one: Placed,
-    /// Products of the batch.
-    count: usize,
-    /// Elements between weights, biases and results of the batch.
-    apart: [usize; 3],
-}
-
-impl Together {
-    /// `None` where they neither follow each other, nor are of one shape at equal distances.
-    fn of(each: &[Placed], columns: usize, dtype: DType) -> Option<Together> {
-        let (first, others) = each.split_first()?;
-        if let Some(one) = others
-            .iter()
-            .try_fold(*first, |all, next| all.and(*next, columns, dtype))
-        {
-            return Some(Together {
-                one,
-                count: 1,
-                apart: [0; 3],
-            });
-        }
-        let is_alike = |other: &Placed| other.outputs == first.outputs && is_like(other.rows, first.rows);
-        let at = each
-            .iter()
-            .map(|one| [one.weight, one.bias.unwrap_or(0), one.out]);
-        let apart = distances(&at.collect::<Vec<_>>(), dtype.size_in_bytes())?;
-        others.iter().all(is_alike).then_some(Together {
-            one: *first,
-            count: each.len(),
-            apart,
-        })
-    }
-}
-
-/// The products of layers over the same rows in full precision: one where they follow each other in memory, else one for each. `None`
-/// where a layer is quantized, or has terms.
+/// The products of layers over the same rows in full precision: one where they follow each other in memory, as copies with the terms of
+/// adapters do, else one for each. `None` where a layer is quantized, or has terms.
 fn placed(layers: &[LayerTo<'_>], columns: usize, dtype: DType) -> Result<Option<Vec<Placed>>> {
     let mut each = Vec::with_capacity(layers.len());
     for to in layers {
@@ -706,10 +669,13 @@ fn placed(layers: &[LayerTo<'_>], columns: usize, dtype: DType) -> Result<Option
             Weight::Full(_) | Weight::Quantized(_) => return Ok(None),
         }
     }
-    Ok(Some(match Together::of(&each, columns, dtype) {
-        Some(Together { one, count: 1, .. }) => vec![one],
-        _ => each,
-    }))
+    let Some((first, others)) = each.split_first() else {
+        return Ok(Some(each));
+    };
+    let all = others
+        .iter()
+        .try_fold(*first, |all, next| all.and(*next, columns, dtype));
+    Ok(Some(all.map_or(each, |all| vec![all])))
 }
 
 /// Rows, and the layers over them.
@@ -783,9 +749,9 @@ pub(crate) fn linears_of_parts_as_one(parts: &[LayersOver<'_>], scratch: &Scratc
     Ok(true)
 }
 
-/// Computes layers over the same rows as one product, if they follow each other in memory, or as one batched product, if all have the
-/// same shape, and weights, biases and results have equal strides. Quantized weights get equal strides in the scratch, if it is large
-/// enough. Otherwise returns `false`; terms may have been written into the results.
+/// Computes layers over the same rows as one batched product, if all have the same shape, and weights, biases and
+/// results have equal strides. Quantized weights get equal strides in the scratch, if it is large enough. Otherwise
+/// returns `false`; terms may have been written into the results.
 pub(crate) fn linear_as_one(
     x: &Tensor,
     layers: &[LayerTo<'_>],
@@ -796,43 +762,46 @@ pub(crate) fn linear_as_one(
         return Ok(false);
     };
     let device = x.device().as_cuda_device()?;
-    let (dtype, columns) = (x.dtype(), first.layer.weight.dims()[1]);
-    let rows = Rows::of(x, columns)?;
+    let (outputs, columns) = (first.layer.weight.dims()[0], first.layer.weight.dims()[1]);
+    let dequantized = outputs * columns * x.dtype().size_in_bytes();
     let terms = first.layer.low_rank.len();
-    let bytes_of = |to: &LayerTo<'_>| to.layer.weight.dims()[0] * columns * dtype.size_in_bytes();
-    let has_room = scratch.holds(layers.iter().map(bytes_of).sum())
-        && layers.iter().all(|to| bytes_of(to).is_multiple_of(APART));
-    let adapts = |to: &LayerTo<'_>| adapts_weight([to.layer.weight.dims()[0], columns], rows.count());
-    let in_weight = terms > 0 && has_room && layers.iter().all(adapts);
-    let (mut each, mut stored, mut taken) = (Vec::with_capacity(layers.len()), Vec::new(), 0);
-    for to @ LayerTo { layer, out } in layers {
-        let bytes = bytes_of(to);
+    let rows = Rows::of(x, columns)?;
+    let in_weight = terms > 0
+        && adapts_weight([outputs, columns], rows.count())
+        && scratch.holds(layers.len() * dequantized)
+        && dequantized.is_multiple_of(APART);
+    let mut at = Vec::with_capacity(layers.len());
+    let mut stored = Vec::with_capacity(layers.len());
+    for (which, LayerTo { layer, out }) in layers.iter().enumerate() {
         let weight = match layer.weight {
-            Weight::Full(weight) if weight.is_contiguous() && weight.dtype() == dtype => {
+            Weight::Full(weight) if weight.is_contiguous() && weight.dtype() == x.dtype() => {
                 stored.push(address_of(weight)?);
                 match in_weight {
-                    true => scratch.place(taken, bytes)?,
+                    true => scratch.place(which * dequantized, dequantized)?,
                     false => address_of(weight)?,
                 }
             }
-            Weight::Quantized(weight) if has_room && RowCodes::of(device, weight, dtype)?.is_none() => {
-                let place = scratch.place(taken, bytes)?;
+            Weight::Quantized(weight)
+                if scratch.holds(layers.len() * dequantized)
+                    && dequantized.is_multiple_of(APART)
+                    && RowCodes::of(device, weight, x.dtype())?.is_none() =>
+            {
+                let place = scratch.place(which * dequantized, dequantized)?;
                 stored.push(place);
                 place
             }
             Weight::Full(_) | Weight::Quantized(_) => return Ok(false),
         };
-        taken += bytes;
-        let fits = layer.weight.dims()[1] == columns
+        let is_alike = layer.weight.dims() == [outputs, columns]
             && layer.low_rank.len() == terms
-            && out.dtype() == dtype
-            && layer.bias.is_some() == first.layer.bias.is_some();
-        if !fits {
+            && out.dtype() == x.dtype()
+            && out.layout().stride() == first.out.layout().stride();
+        let (true, Some(bias)) = (is_alike, layer.bias) else {
             return Ok(false);
-        }
-        each.push(Placed::of(to, weight)?);
+        };
+        at.push([weight, address_of(bias)?, address_of(out)?]);
     }
-    let Some(together) = Together::of(&each, columns, dtype) else {
+    let Some(distances) = distances(&at, x.dtype().size_in_bytes()) else {
         return Ok(false);
     };
     let card = Card::of(device)?;
@@ -840,17 +809,16 @@ pub(crate) fn linear_as_one(
         device,
         card: &card,
         stream: &device.cuda_stream(),
-        outputs: together.one.outputs,
+        outputs,
         bias: first.layer.bias,
         then,
         adds: terms > 0 && !in_weight,
         out: first.out,
         scratch,
     };
+    let shape = product.shape(rows, columns, product.numbers()?)?;
     let finish = product.finish();
-    let shape = product.shape_to(rows, columns, together.one.rows, product.numbers()?);
-    let is_batch = together.count > 1;
-    if is_batch && shape.batch != 1 || finish == ProductEpilogue::Nothing && then != Epilogue::None {
+    if shape.batch != 1 || finish == ProductEpilogue::Nothing {
         return Ok(false);
     }
     let with_terms: Vec<&LinearLayer<'_>> = layers.iter().map(|to| &to.layer).collect();
@@ -858,33 +826,32 @@ pub(crate) fn linear_as_one(
         let outs: Vec<&Tensor> = layers.iter().map(|to| to.out).collect();
         add_terms(x, &with_terms, &outs, Epilogue::None, false, scratch)?;
     }
-    for (to, placed) in layers.iter().zip(&each) {
+    for (to, [place, ..]) in layers.iter().zip(&at) {
         if let Weight::Quantized(weight) = to.layer.weight {
-            dequantize_to_address(weight, dtype, placed.weight)?;
+            dequantize_to_address(weight, x.dtype(), *place)?;
         }
     }
-    if in_weight && is_batch {
-        product.add_to_weights(&with_terms, &stored, together.one.weight)?;
-    } else if in_weight {
-        for ((layer, from), placed) in with_terms.iter().zip(&stored).zip(&each) {
-            product.add_to_weights(&[layer], &[*from], placed.weight)?;
-        }
+    if in_weight {
+        product.add_to_weights(&with_terms, &stored, at[0][0])?;
     }
-    let shape = match together.apart {
-        _ if !is_batch => shape,
-        [weights, biases, outs] => ProductShape {
-            batch: together.count,
-            x_batch: 0,
-            weight_batch: weights,
-            bias_batch: biases,
-            out_batch: outs,
-            added_batch: outs,
-            ..shape
-        },
+    let shape = ProductShape {
+        batch: layers.len(),
+        x_batch: 0,
+        weight_batch: distances[0],
+        bias_batch: distances[1],
+        out_batch: distances[2],
+        added_batch: distances[2],
+        ..shape
     };
     let at = At {
-        added: product.adds.then_some(together.one.out),
-        ..product.at(x, &together.one)?
+        weight: at[0][0],
+        x: address_of(x)?,
+        out: at[0][2],
+        bias: Some(at[0][1]),
+        scales: None,
+        factor: 1.0,
+        added: product.adds.then_some(at[0][2]),
+        workspace: card.workspace(device)?,
     };
     product.try_to(&shape, finish, &at)
 }

@@ -270,56 +270,6 @@ fn batched_layers_equal_each_layer_alone() -> Result<()> {
     Ok(())
 }
 
-/// Layers whose weights, biases and results follow each other are one product on a card, of whatever heights; other layers are not.
-#[test]
-fn layers_that_follow_each_other_equal_each_layer_alone() -> Result<()> {
-    let device = crate::testing::test_device();
-    let scratch = Scratch::new(1 << 20, device)?;
-    let (tokens, columns, heights) = (9, 32, [48, 16, 16]);
-    let first = |of: usize| heights[..of].iter().sum::<usize>();
-    let all = first(3);
-    for (dtype, has_bias, is_apart) in [
-        (DType::F32, false, false),
-        (DType::BF16, false, false),
-        (DType::BF16, true, false),
-        (DType::BF16, true, true),
-    ] {
-        let x = random(&[2, tokens, columns], 1)?;
-        let (weights, biases) = (random(&[all + 8, columns], 2)?, random(&[all], 3)?);
-        let (weights_, biases_) = (here(&weights).to_dtype(dtype)?, here(&biases).to_dtype(dtype)?);
-        let joint = Tensor::ones((2, tokens, all + 4), dtype, device)?;
-        // With rows of another weight between them they are apart.
-        let begin = |of: usize| first(of) + if is_apart { 4 * of } else { 0 };
-        let mut held = Vec::new();
-        for (of, height) in heights.into_iter().enumerate() {
-            held.push((
-                Weight::Full(weights_.narrow(0, begin(of), height)?),
-                biases_.narrow(0, first(of), height)?,
-                joint.narrow(2, first(of), height)?,
-            ));
-        }
-        let layers = held.iter().map(|(weight, bias, out)| LayerTo {
-            layer: LinearLayer::new(weight, has_bias.then_some(bias)),
-            out,
-        });
-        let layers: Vec<LayerTo<'_>> = layers.collect();
-        linears_into(&here(&x).to_dtype(dtype)?, &layers, Epilogue::None, &scratch)?;
-        let numbers = joint.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
-        for (of, height) in heights.into_iter().enumerate() {
-            let bias = biases.narrow(0, first(of), height)?;
-            let weight = weights.narrow(0, begin(of), height)?;
-            for item in 0..2 {
-                let expected = defined(&x.get(item)?, &weight, has_bias.then_some(&bias))?;
-                let found = numbers.get(item)?.narrow(1, first(of), height)?.contiguous()?;
-                assert_close(&found, &expected, BF16_OPERATION)?;
-            }
-        }
-        let rest = numbers.narrow(2, all, 4)?.flatten_all()?.to_vec1::<f32>()?;
-        assert!(rest.iter().all(|number| *number == 1.0), "beside the results");
-    }
-    Ok(())
-}
-
 /// On a card they are batched products where the weights of the parts are at equal distances.
 #[test]
 fn parts_of_a_batch_have_the_layers_of_their_own() -> Result<()> {
