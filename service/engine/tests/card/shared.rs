@@ -209,21 +209,3 @@ fn what_a_pass_keeps_gives_way_to_the_components_of_another_model() {
     let residents = bench.card.ledger().residents();
     assert_eq!(residents.count(), 1, "the other model's alone");
 }
-
-#[test]
-fn what_a_pass_keeps_takes_no_memory_from_what_comes_after_it() {
-    // From a card that two rounds hardly fit on, to one with room for what they keep beside another round.
-    for mib in (140..200).step_by(5) {
-        let folder = tempfile::tempdir().unwrap();
-        let (mut bench, path) = after_a_pass(folder.path(), &format!("{mib}MiB"));
-        let (_, work) = round(&path, &[]);
-        let order = bench.order(&path, Work::Stage(Box::new(work)));
-        bench.completed(order);
-        for _ in 0..2 {
-            let order = shared(&mut bench, &path, &[&[], &[]]);
-            for outcome in outcomes(&mut bench, order) {
-                assert!(matches!(outcome, Outcome::Completed(_)), "{mib}: {outcome:?}");
-            }
-        }
-    }
-}

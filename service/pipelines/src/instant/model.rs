@@ -729,12 +729,6 @@ fn take_scratch(bytes: Bytes, stage: &str) -> Result<Option<ScratchGuard>, Stage
     })
 }
 
-/// Handles of components, and activations, that a shared pass keeps for the next, as a real family does.
-struct KeptByPass {
-    _components: Vec<Vec<Arc<ComponentTensors>>>,
-    _scratch: Option<ScratchGuard>,
-}
-
 /// The components of a stage, kept until its end, as a real family's tensors are.
 fn resident(stage: &StageRun<'_>) -> Result<Vec<Arc<ComponentTensors>>, StageError> {
     let names = stage.plan.components.iter();
@@ -911,22 +905,18 @@ impl Model for InstantModel {
         let scratch = stages
             .iter()
             .map(|stage| self.real_scratch(DENOISE, 0, stage.request));
-        // A pass goes on in what the last one has kept.
-        drop(kept.take::<KeptByPass>());
-        let scratch = take_scratch(scratch.sum(), DENOISE)?;
+        let _scratch = take_scratch(scratch.sum(), DENOISE)?;
         self.panic_if_asked(DENOISE);
         let colours = self.denoise_shared(stages, observer).into_iter();
         let values = colours
             .zip(stages)
             .map(|(colour, stage)| Ok(sampled(stage, colour?)));
         let values = values.collect();
+        // Handles of components, as a real family keeps.
         for stage in stages {
             let round = Round::of_plan(stage.plan, SAMPLING, self.steps_of(stage.request))?;
             if !round.is_last() {
-                kept.put(KeptByPass {
-                    _components: resident,
-                    _scratch: scratch,
-                });
+                kept.put(resident);
                 break;
             }
         }
