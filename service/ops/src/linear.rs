@@ -345,8 +345,8 @@ pub struct LayersOfItems<'a> {
 /// [`linears_into`] over the items of a batch, some with other layers than others: `x` is `[items, ..]` with rows of the layers'
 /// inputs, and each of `outs` `[items, ..]` with rows of the outputs of the layers in its place. Results of items that are not named keep
 /// their bits. On a card, layers of one shape in full precision that are at equal distances, for as many items each, are one
-/// batched product; so are several layers together whose weights, and results in each row, follow each other. Their last bits depend on
-/// where they are.
+/// batched product; so are several layers together whose weights, and results in each row, follow each other. The last bits of a
+/// result depend on where the weights are in memory.
 ///
 /// # Errors
 /// When there is no such item, or not a layer for each of `outs`; errors of [`linear_into`].

@@ -46,14 +46,14 @@ impl Card {
         self.kept = None;
     }
 
-    /// Bytes of slack that a shared pass of so much scratch takes, as what the last one has kept for it: part of its scratch.
+    /// Bytes of what is kept that a shared pass with so much scratch takes: they are slack by the ledger, and part of its scratch.
     pub(super) fn kept_for(&self, need: &Need, scratch: Bytes) -> Bytes {
         let components = components_of(need);
         let own = self.kept.as_ref().filter(|kept| kept.components == components);
         own.map_or(Bytes::ZERO, |kept| kept.most.min(scratch))
     }
 
-    /// Drops what is kept where a stage of so much scratch, of which it takes so much from what is kept, could lack its memory.
+    /// Drops what is kept where a stage of so much scratch could lack its memory. It takes `taken` of that from what is kept.
     pub(super) fn drop_kept_where_tight(&mut self, scratch: Bytes, taken: Bytes) -> Result<(), MoveError> {
         let accounts = self.ledger.accounts();
         let is_tight = |kept: &KeptOfPass| accounts.free + accounts.slack < scratch + (kept.most - taken);

@@ -144,13 +144,17 @@ impl Card {
     ) -> Result<Result<StageResults, StageFailure>, Halt> {
         let stage = run.need.on_rung(rung, None);
         let mut timeline = Timeline::begin("run");
-        let taken = match run.stages.len() {
-            ..2 => Bytes::ZERO,
-            _ => self.kept_for(run.need, stage.scratch),
+        // Not handles of what is not whole on the card: blocks change while the stage runs, and host memory is given back.
+        let is_whole = self.parts_of(run.need).next().is_none()
+            && run.rung(rung).is_none_or(|rung| rung.from_host.is_empty());
+        let keeps = run.stages.len() > 1 && is_whole;
+        let taken = |card: &Card| match keeps {
+            true => card.kept_for(run.need, stage.scratch),
+            false => Bytes::ZERO,
         };
-        self.drop_kept_where_tight(stage.scratch, taken)?;
+        self.drop_kept_where_tight(stage.scratch, taken(self))?;
         let on_host = self.components_on_host(run, rung, link)?;
-        let taken = taken.min(self.kept_for(run.need, stage.scratch));
+        let taken = taken(self);
         let largest_block = self.defragment(stage.scratch, taken, link)?;
         self.reserve_where_tight(stage.scratch, taken, link)?;
         let room = self.ledger.usable();
@@ -169,8 +173,6 @@ impl Card {
         self.gpu.expect_passes_of(flops);
         timeline.part("see that scratch can be had");
         let paths = AttentionPaths::now();
-        // Not handles of what is not whole on the card: blocks change while the stage runs, and host memory is given back.
-        let keeps = run.stages.len() > 1 && on_host.is_empty() && self.parts_of(run.need).next().is_none();
         let mut kept = match keeps {
             true => self.take_kept(run.need),
             false => Kept::default(),

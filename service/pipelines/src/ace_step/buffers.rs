@@ -12,7 +12,8 @@ use crate::adapters::SetsOfItems;
 use crate::rotary::Rotations;
 
 /// Buffers of a pass over `[batch, tokens]`, reused by every layer. A row has queries, keys, values and the output of attention one
-/// after the other, or in the same memory both halves of the feed-forward: results that follow each other are those of one product.
+/// after the other, or in the same memory both halves of the feed-forward: the layers of each are one product where copies of their
+/// weights follow each other too.
 #[derive(Debug)]
 pub(super) struct TokenBuffers {
     /// The residual stream, `[batch, tokens, hidden_size]`.

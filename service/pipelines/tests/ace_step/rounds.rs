@@ -479,8 +479,20 @@ fn adapted(opened: &OpenModel, kinds_of: &[(usize, Set)]) -> Vec<Slot> {
     (1..).zip(kinds_of).map(of).collect()
 }
 
+/// Requests of one condition: without adapters, two of one set, and one of another set.
+const PLAIN_INK_INK_CHALK: [(usize, Set); 4] = [
+    (0, &[]),
+    (0, &[("ink", 1.0)]),
+    (0, &[("ink", 1.0)]),
+    (0, &[("chalk", 1.0)]),
+];
+
+fn pass_of(slot: &Slot) -> &SharedPass {
+    slot.0.shared.as_ref().expect("it shares passes")
+}
+
 fn adapters_of(slot: &Slot) -> &str {
-    &slot.0.shared.as_ref().expect("it shares passes").adapters
+    &pass_of(slot).adapters
 }
 
 #[test]
@@ -522,12 +534,15 @@ fn requests_with_different_adapters_in_one_pass_equal_each_alone() {
         .flat_map(|chosen| [(chosen, true), (chosen, false)])
     {
         let mut slots = adapted(&opened, chosen);
-        let key = |slot: &Slot| slot.0.shared.clone().expect("it shares passes").key;
-        assert!(slots.iter().all(|slot| key(slot) == key(&slots[0])));
+        assert!(
+            slots
+                .iter()
+                .all(|slot| pass_of(slot).key == pass_of(&slots[0]).key)
+        );
         let own = slots[0].0.clone();
-        let others = slots[1..].iter().filter_map(|(plan, ..)| plan.shared.clone());
-        let others: Vec<SharedPass> = others.collect();
-        slots[0].0 = slots[0].0.clone().shared_with(&others.iter().collect::<Vec<_>>());
+        slots[0].0 = own
+            .clone()
+            .shared_with(&slots[1..].iter().map(pass_of).collect::<Vec<_>>());
         slots[0]
             .0
             .rungs
@@ -636,21 +651,13 @@ fn a_pass_has_four_sets_of_adapters_at_most_and_none_that_the_model_lacks() {
 fn only_a_pass_of_several_sets_takes_memory_for_copies_of_factors() {
     let folder = folder(false);
     let (_files, opened) = open_with(folder.path(), &[INK, CHALK]);
-    let sets: [(usize, Set); 4] = [
-        (0, &[]),
-        (0, &[("ink", 1.0)]),
-        (0, &[("ink", 1.0)]),
-        (0, &[("chalk", 1.0)]),
-    ];
-    let slots = adapted(&opened, &sets);
-    let pass = |number: usize| slots[number].0.shared.as_ref().expect("it shares passes");
-    let rungs = |own: usize, others: &[usize]| {
-        let others: Vec<_> = others.iter().map(|&other| pass(other)).collect();
-        slots[own].0.clone().shared_with(&others).rungs
-    };
+    let slots = adapted(&opened, &PLAIN_INK_INK_CHALK);
+    let pass = |number: usize| pass_of(&slots[number]);
     let scratch = |own: usize, others: &[usize]| {
-        let rungs = rungs(own, others);
-        let whole = rungs
+        let others: Vec<_> = others.iter().map(|&other| pass(other)).collect();
+        let plan = slots[own].0.clone().shared_with(&others);
+        let whole = plan
+            .rungs
             .iter()
             .find(|rung| rung.copies.is_empty() && rung.from_host.is_empty());
         whole.expect("a rung without copies").scratch
@@ -674,14 +681,8 @@ fn only_a_pass_of_several_sets_takes_memory_for_copies_of_factors() {
 fn copies_of_weights_take_memory_for_each_set_of_a_pass() {
     let folder = folder(false);
     let (_files, opened) = open_with(folder.path(), &[INK, CHALK]);
-    let sets: [(usize, Set); 4] = [
-        (0, &[]),
-        (0, &[("ink", 1.0)]),
-        (0, &[("ink", 1.0)]),
-        (0, &[("chalk", 1.0)]),
-    ];
-    let slots = adapted(&opened, &sets);
-    let pass = |number: usize| slots[number].0.shared.as_ref().expect("it shares passes");
+    let slots = adapted(&opened, &PLAIN_INK_INK_CHALK);
+    let pass = |number: usize| pass_of(&slots[number]);
     assert!(pass(0).copies.is_empty() && !pass(1).copies.is_empty());
     let is_adapted = |layer: &String| {
         let of_conditions = ["cross_attn.to_k", "cross_attn.to_v"];
@@ -704,11 +705,8 @@ fn copies_of_weights_take_memory_for_each_set_of_a_pass() {
         assert_eq!(with_copies.scratch.0, whole.scratch.0 + sets * of_set);
     }
     // Their strength changes: no copy has its terms.
-    let curve = |request: &mut Request| {
-        request.adapters[0].strength = StrengthCurve::of(vec![(0.0, 1.0), (1.0, 0.5)]).expect("a curve");
-    };
     let mut request = slots[1].1.clone();
-    curve(&mut request);
+    request.adapters[0].strength = StrengthCurve::of(vec![(0.0, 1.0), (1.0, 0.5)]).expect("a curve");
     let plan = opened.model.plan(&request).expect("a plan");
     assert!(
         plan.iter()
