@@ -113,7 +113,8 @@ FULL = Scale(
     tight_bytes=1 << 30,
     hopeless_bytes=16 << 20,
     job_bytes=4 << 30,
-    waiting_bytes=2 << 30,
+    # Less than one block of the transformer and what computes it: whatever of it were on the card, the job must wait.
+    waiting_bytes=256 << 20,
     format_rounds=6,
     format_steps=4,
     kept_rounds=5,

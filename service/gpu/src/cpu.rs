@@ -3,13 +3,14 @@
 use std::collections::HashMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use candle_core::{DType, Device};
+use candle_core::{DType, Device, Tensor};
 use residency::{Bytes, Component, ComponentId, DriverTruth, Holder, Part};
 use serde::{Deserialize, Serialize};
 
 use crate::allocator::{self, return_free};
-use crate::card::{CardDescription, CardKind, Gpu, GpuError, Peers, Unloaded};
+use crate::card::{CardDescription, CardKind, CardSpeeds, Gpu, GpuError, Peers, Unloaded};
 use crate::host_stream::{read_part, resize_on_host};
 use crate::load::{LoadError, LoadPlan, LoadProgress};
 use crate::reader::{LoadedFrom, read_tensors};
@@ -113,6 +114,24 @@ pub(crate) fn not_there(component: &Component) -> LoadError {
     LoadError::Unsupported(format!("component {} is not there", component.id))
 }
 
+/// Side of the matrices whose product is timed.
+const SIDE: usize = 512;
+/// Products that are timed, of which the fastest counts: the first starts threads.
+const PRODUCTS: usize = 3;
+
+/// Floating-point operations a second of products in f32, timed for some milliseconds.
+fn products() -> candle_core::Result<Option<u64>> {
+    let zeros = Tensor::zeros((SIDE, SIDE), DType::F32, &Device::Cpu)?;
+    let mut fastest = Duration::MAX;
+    for _ in 0..PRODUCTS {
+        let began = Instant::now();
+        zeros.matmul(&zeros)?;
+        fastest = fastest.min(began.elapsed());
+    }
+    let operations = 2.0 * (SIDE as f64).powi(3);
+    Ok(Some((operations / fastest.as_secs_f64().max(1e-9)) as u64))
+}
+
 fn capacity(settings: &CpuSettings, system_total: Bytes) -> Bytes {
     settings
         .capacity
@@ -130,6 +149,14 @@ impl Gpu for CpuCard {
 
     fn compute_dtype(&self) -> DType {
         DType::F32
+    }
+
+    fn speeds(&self) -> CardSpeeds {
+        let flops = products().unwrap_or_else(|error| {
+            tracing::debug!(%error, "the speed of products cannot be measured");
+            None
+        });
+        CardSpeeds { link: None, flops }
     }
 
     fn memory(&mut self) -> Result<DriverTruth, GpuError> {

@@ -364,3 +364,127 @@ fn a_part_streams_every_number_grows_and_shrinks_and_leaves_no_byte() {
         assert!(before.free - after.free <= NOISE);
     }
 }
+
+const LARGE_BLOCKS: usize = 12;
+
+/// Blocks of 40 MiB in f32: more than a load reads before it leaves the rest to the first pass.
+fn plan_in_large_blocks(file: &Path, target: DType) -> LoadPlan {
+    let shape = [5120, 1024];
+    let bytes = (shape[0] * shape[1] * 4) as u64;
+    let weight = |number: usize| {
+        let name = format!(
+            "{}.{}",
+            number / 2,
+            if number.is_multiple_of(2) { "up" } else { "down" }
+        );
+        let made = source(file, &name, number as u64 * bytes, &shape, target);
+        let block = Some(BlockPlace::each_pass(number / 2));
+        TensorSource { block, ..made }
+    };
+    LoadPlan::Files((0..2 * LARGE_BLOCKS).map(weight).collect())
+}
+
+/// Whether the weights of a block are those of the file, as `right` has them.
+fn is_there(here: &ComponentTensors, right: &ComponentTensors, number: usize) -> bool {
+    let is_equal = |name: String| {
+        let difference = right.get(&name).unwrap().to_dtype(DType::F32).unwrap()
+            - here
+                .get(&name)
+                .unwrap()
+                .to_device(&Device::Cpu)
+                .unwrap()
+                .to_dtype(DType::F32)
+                .unwrap();
+        let most = difference
+            .unwrap()
+            .abs()
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .max(0)
+            .unwrap();
+        most.to_scalar::<f32>().unwrap() == 0.0
+    };
+    ["up", "down"]
+        .into_iter()
+        .all(|part| is_equal(format!("{number}.{part}")))
+}
+
+#[test]
+fn blocks_that_are_left_to_the_first_pass_arrive_in_any_order_and_leave_no_byte() {
+    let Some(mut card) = card() else { return };
+    let file = file_of_numbers(2 * LARGE_BLOCKS * 5120 * 1024);
+    let mut go_on = |_| ControlFlow::Continue(());
+    for target in [DType::F32, DType::BF16] {
+        let plan = plan_in_large_blocks(file.path(), target);
+        let component = Component {
+            parts: plan.parts().clone(),
+            ..component("c", &plan)
+        };
+        let mut system = CpuCard::new(CpuSettings::default()).unwrap();
+        system.load(&component, &plan, Part::WHOLE, &mut go_on).unwrap();
+        let right = system.tensors(&component.id).unwrap();
+        let before = card.memory().unwrap();
+        // In their order, in another, one alone, and none: the component leaves while they arrive.
+        let orders: [&[usize]; 4] = [
+            &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+            &[11, 3, 10, 0, 9, 8, 7, 1, 2, 4, 5, 6],
+            &[8],
+            &[],
+        ];
+        for order in orders {
+            let left = card
+                .load_for_a_stage(&component, &plan, Part::WHOLE, &mut go_on)
+                .unwrap();
+            assert_eq!(
+                left > Bytes::ZERO,
+                target == DType::F32,
+                "{left} of {}",
+                component.bytes
+            );
+            assert_eq!(card.memory().unwrap().components, component.bytes);
+            let here = card.tensors(&component.id).unwrap();
+            for number in order {
+                here.stream().enter(BlockPlace::each_pass(*number)).unwrap();
+                assert!(is_there(&here, &right, *number), "{number} of {order:?}");
+            }
+            if order.len() == LARGE_BLOCKS {
+                assert!(here.stream().is_whole() && !card.has_unread(&component.id));
+            }
+            drop(here);
+            let unloaded = card.unload(&component.id).unwrap();
+            assert_eq!(unloaded.freed, component.bytes);
+        }
+        card.trim().unwrap();
+        let after = card.memory().unwrap();
+        assert_eq!(after.components, Bytes::ZERO);
+        assert!(before.free - after.free <= NOISE);
+    }
+}
+
+#[test]
+fn a_file_that_changes_while_its_blocks_arrive_is_told_to_whoever_waits_for_them() {
+    let Some(mut card) = card() else { return };
+    let file = file_of_numbers(2 * LARGE_BLOCKS * 5120 * 1024);
+    let mut go_on = |_| ControlFlow::Continue(());
+    let plan = plan_in_large_blocks(file.path(), DType::F32);
+    let component = Component {
+        parts: plan.parts().clone(),
+        ..component("c", &plan)
+    };
+    let left = card
+        .load_for_a_stage(&component, &plan, Part::WHOLE, &mut go_on)
+        .unwrap();
+    file.as_file().set_len(1 << 20).unwrap();
+    assert!(left > Bytes::ZERO);
+    let here = card.tensors(&component.id).unwrap();
+    let mut entered = (0..LARGE_BLOCKS).map(|number| here.stream().enter(BlockPlace::each_pass(number)));
+    let refused = entered.find_map(Result::err);
+    assert!(matches!(refused, Some(LoadError::Damaged { .. })), "{refused:?}");
+    // It is read anew, and refused again.
+    let last = here.stream().enter(BlockPlace::each_pass(LARGE_BLOCKS - 1));
+    assert!(matches!(last, Err(LoadError::Damaged { .. })), "{last:?}");
+    drop(here);
+    assert_eq!(card.unload(&component.id).unwrap().freed, component.bytes);
+    assert_eq!(card.memory().unwrap().components, Bytes::ZERO);
+}

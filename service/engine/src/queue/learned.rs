@@ -267,12 +267,15 @@ impl Learned {
         }
     }
 
-    /// Milliseconds that a stage is expected to take on a card, if one like it ran before: on this card, else on the fastest of
-    /// the others.
-    pub(super) fn stage_ms(&self, key: &StageKey, card: Option<usize>) -> Option<f64> {
+    /// Milliseconds that a stage takes on a card, if one like it ran there.
+    pub(super) fn stage_ms_on(&self, key: &StageKey, card: usize) -> Option<f64> {
+        self.stage_ms.get(key)?.get(&card).copied()
+    }
+
+    /// Milliseconds that a stage takes on the fastest of the cards on which one like it ran.
+    pub(super) fn least_stage_ms(&self, key: &StageKey) -> Option<f64> {
         let by_card = self.stage_ms.get(key)?;
-        let here = card.and_then(|card| by_card.get(&card)).copied();
-        here.or_else(|| by_card.values().copied().min_by(f64::total_cmp))
+        by_card.values().copied().min_by(f64::total_cmp)
     }
 
     /// The measured pace of a stage (`None`: of loads alone) in the worker of a card, by index and generation.

@@ -4,6 +4,9 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
+use model::StagePlan;
+
+use super::learned::StageKey;
 use super::record::{JobRecord, State};
 use super::view::View;
 use crate::job::{JobId, JobOptions};
@@ -114,7 +117,8 @@ impl View<'_> {
         steps.map(of_step).sum()
     }
 
-    /// Milliseconds that a step takes on a card, or (`None`) on the fastest that ran one like it.
+    /// Milliseconds that a step takes on a card, or (`None`) on the fastest that ran one like it, and whether one like it ran. On a card
+    /// where none did, it takes no less than its operations do: a CPU is not as fast as the GPU that ran it.
     pub(super) fn expected_step_ms(&self, job: &JobRecord, index: usize, card: Option<usize>) -> (f64, bool) {
         let dtype = card.map(|card| &self.cards[card].description.compute_dtype);
         let Some(dtype) = dtype.or_else(|| job.models.keys().next()) else {
@@ -126,16 +130,32 @@ impl View<'_> {
         if self.is_cached(job, index, dtype) {
             return (0.0, true);
         }
-        let learned_as = |shape: String| {
-            let key = (job.entry.key.clone(), job.name_of(step), shape);
-            self.learned.stage_ms(&key, card)
-        };
         let stage = job.stage(step);
-        let previewed = stage.filter(|stage| stage.preview.is_some()).cloned();
-        let previewed = previewed.and_then(|stage| learned_as(stage.with_previews().shape));
-        let shape = || stage.map(|stage| stage.shape.clone()).unwrap_or_default();
-        let learned = previewed.or_else(|| learned_as(shape()));
-        (learned.unwrap_or(STAGE_MS), learned.is_some())
+        let previewed = stage.filter(|stage| stage.preview.is_some());
+        let previewed = previewed.map(|stage| stage.clone().with_previews().shape);
+        let shape = stage.map(|stage| stage.shape.clone()).unwrap_or_default();
+        let keys = previewed.into_iter().chain([shape]);
+        let keys: Vec<StageKey> = keys
+            .map(|shape| (job.entry.key.clone(), job.name_of(step), shape))
+            .collect();
+        let here = card.and_then(|card| keys.iter().find_map(|key| self.learned.stage_ms_on(key, card)));
+        if let Some(ms) = here {
+            return (ms, true);
+        }
+        let elsewhere = keys.iter().find_map(|key| self.learned.least_stage_ms(key));
+        let computing_ms = card
+            .zip(stage)
+            .and_then(|(card, stage)| self.computing_ms(stage, card));
+        let ms = elsewhere.unwrap_or(STAGE_MS).max(computing_ms.unwrap_or(0.0));
+        (ms, elsewhere.is_some())
+    }
+
+    /// Milliseconds that the operations of a stage take on a card, if the family says how many they are and the card how fast it is.
+    fn computing_ms(&self, stage: &StagePlan, card: usize) -> Option<f64> {
+        let card = &self.cards[card];
+        let of_pass = stage.passes.flops.on_card(card.description.has_fp8_products());
+        let passes = f64::from(stage.steps.max(1)) * f64::from(stage.passes.in_step.max(1));
+        Some(passes * of_pass as f64 * 1000.0 / card.speeds.flops.filter(|speed| *speed > 0)? as f64)
     }
 
     /// Predicted seconds until each card has finished its current job.

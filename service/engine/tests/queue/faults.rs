@@ -7,6 +7,7 @@ use engine::job::JobEventKind;
 use engine::messages::{Answer, Command, Event, Failure, Outcome};
 use engine::queue::{CardState, Job, Queue, Settings};
 use engine::{CancelledBy, Error};
+use gpu::CardSpeeds;
 use residency::{Accounts, Bytes};
 use tokio::time::Instant;
 
@@ -45,6 +46,42 @@ async fn a_stage_is_retried_once_after_its_worker_dies() {
     assert_eq!(retries.count(), 1);
     assert!(matches!(seen.last(), Some(JobEventKind::Done(_))));
     at_rest(&queue).await;
+}
+
+/// A stage that has run on one card alone takes no less on another than its operations do there.
+#[tokio::test(start_paused = true)]
+async fn a_job_waits_for_the_card_that_is_lost_rather_than_for_a_slow_one() {
+    let teraflops = |count: u64| CardSpeeds {
+        link: None,
+        flops: Some(count * 1_000_000_000_000),
+    };
+    for (speed_of_other, moves) in [(100, true), (1, false)] {
+        let (queue, mut workers) = start(Settings::default(), 2);
+        for (worker, speed) in workers.iter_mut().zip([100, speed_of_other]) {
+            worker.speeds = teraflops(speed);
+            worker.ready();
+        }
+        settle().await;
+        let (mut other, mut fast) = (workers.remove(1), workers.remove(0));
+        let mut first = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+        while fast.try_work().await {}
+        end(&mut first).await.unwrap();
+        let mut job = queue.submit(picture("a", "me", "a dog")).await.unwrap();
+        loop {
+            let order = fast.order().await;
+            if stage_of(&order) == "denoise" {
+                break;
+            }
+            fast.complete(&order);
+        }
+        fast.die();
+        settle().await;
+        assert_eq!(other.try_work().await, moves);
+        fast.ready();
+        while other.try_work().await || fast.try_work().await {}
+        end(&mut job).await.unwrap();
+        at_rest(&queue).await;
+    }
 }
 
 async fn accounts(queue: &Queue) -> Accounts {

@@ -104,6 +104,7 @@ impl FakeModel {
     /// The stage that samples.
     fn denoise(&self, request: &Request, rungs: Vec<Rung>, shape: String) -> StagePlan {
         let mut stage = self.stage("denoise", Role::Sample, 1, rungs, shape);
+        stage.passes = Passes::of(SAMPLE_FLOPS);
         let adapters = request.adapters.iter().map(|each| component_of(&each.name));
         stage.components.extend(adapters);
         stage
@@ -119,6 +120,9 @@ impl FakeModel {
 
 /// The prompt that is encoded anew for each item.
 pub const EACH_ITEM: &str = "each item";
+
+/// Operations of the stage that samples.
+pub const SAMPLE_FLOPS: u64 = 10_000_000_000_000;
 
 /// Scratch of each further stage in a pass.
 pub const SCRATCH_EACH: Bytes = Bytes::gib(1);

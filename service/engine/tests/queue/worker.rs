@@ -51,6 +51,7 @@ pub struct Worker {
     /// Bytes of each worker's context.
     pub context: Bytes,
     pub standing: Standing,
+    pub speeds: CardSpeeds,
     /// Milliseconds that it says its stages ran.
     pub run_ms: u64,
     /// Whether it begins the orders that it receives.
@@ -91,6 +92,7 @@ pub fn start_on(settings: Settings, cards: Vec<CardDescription>) -> (Queue, Vec<
             run_ms: RUN_MS,
             begins: true,
             standing: Standing::default(),
+            speeds: CardSpeeds::default(),
             started: tokio::time::Instant::now(),
         });
     }
@@ -171,7 +173,7 @@ impl Worker {
         Event::Ready {
             card: self.description.clone(),
             attention: "own kernels: for a test".to_owned(),
-            speeds: CardSpeeds::default(),
+            speeds: self.speeds,
             ledger: Arc::new(self.ledger.clone()),
         }
     }

@@ -5,6 +5,7 @@
 //! memory and enqueue copies.
 
 mod activations;
+mod arriving;
 mod host_blocks;
 mod parted;
 mod placer;

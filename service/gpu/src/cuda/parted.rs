@@ -2,7 +2,7 @@
 //! block shares one. Tensors lie in a block as they do in the ring, so that products over several of them are the same products
 //! wherever the block is.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::ops::{ControlFlow, Range};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -10,6 +10,7 @@ use std::time::Instant;
 use cudarc::driver::{CudaEvent, DriverError, sys};
 use residency::{Bytes, Component, HostMemory, HostShare, Part};
 
+use super::arriving::{Arriving, Unread};
 use super::host_blocks::{self, HostBlocks, RunTo};
 use super::placer::Places;
 use super::pool::is_out_of_memory;
@@ -40,9 +41,6 @@ pub(super) struct PartedComponent {
     /// Shared with the stream.
     host: Arc<Mutex<HostBlocks>>,
 }
-
-/// Tensors of blocks that have a place and are not there yet.
-type Unread = BTreeMap<BlockPlace, Vec<ReadTo>>;
 
 impl PartedComponent {
     /// Bytes that its region has from the driver.
@@ -603,13 +601,14 @@ impl CudaCard {
             runs
         });
         let on = (&self.stream, &self.copies);
-        let source = FileSource {
+        let source = Arc::new(FileSource {
             staging: Arc::clone(&self.staging),
             files,
-        };
+        });
         let runs = runs.collect();
-        let host = Arc::clone(shared);
-        let stream = CudaWeightStream::new(&placement.streamed, runs, unread, (source, host), on)?;
+        let arriving = Arriving::new(&self.context, unread, Arc::clone(&source))?;
+        let from = (source, Arc::clone(shared));
+        let stream = CudaWeightStream::new(&placement.streamed, runs, arriving, from, on)?;
         let stream = Arc::new(stream);
         let streaming = WeightStream::new(Arc::clone(&stream) as Arc<dyn Streams>);
         Ok((tensors.streaming(streaming), Some(stream)))
@@ -745,6 +744,9 @@ impl CudaCard {
             return Err(GpuError::StillInUse(id.clone(), others));
         }
         let mut timeline = Timeline::begin("unload");
+        if let Some(stream) = &held.stream {
+            stream.stop();
+        }
         let settled = self.settle();
         self.latch(settled)?;
         timeline.part("synchronise");

@@ -55,7 +55,7 @@ struct Lane {
     stream: Arc<CudaStream>,
     slots: Vec<Slot>,
     next: usize,
-    /// Recorded when a load that is not waited for has queued its copies.
+    /// Recorded when copies are queued that somebody else waits for.
     queued: CudaEvent,
     /// Tensors that its stream has waited for: their memory is usable.
     waited_for: usize,
@@ -89,6 +89,15 @@ pub(super) struct Reading<'a, 'm> {
     pub(super) memory: &'m dyn Allocates,
 }
 
+/// Is told what lanes queue of a read.
+pub(super) trait Follows: Sync {
+    /// Copies of so many bytes of these tensors, by name, are queued before this event.
+    ///
+    /// # Errors
+    /// Those of the driver: they end the read.
+    fn queued(&self, pieces: &[(&str, u64)], before: &CudaEvent) -> Result<(), LoadError>;
+}
+
 /// Memory on the card for what is quantized, and the number of lanes that it is enough for.
 pub(super) struct Temporary {
     workspace: Option<Workspace>,
@@ -114,6 +123,19 @@ enum Piece<'a> {
         making: Making,
         chunks: Vec<Chunk<'a>>,
     },
+}
+
+impl<'a> Piece<'a> {
+    /// The tensors of a piece of so many bytes on the card, by name, with the bytes of each.
+    fn tensors(&self, bytes: u64) -> Vec<(&'a str, u64)> {
+        match self {
+            Piece::Copy(parts) => {
+                let of_part = |part: &SlotPart<'a>| (part.source.name.as_str(), part.at.len() as u64);
+                parts.iter().map(of_part).collect()
+            }
+            Piece::Make { source, .. } => vec![(source.name.as_str(), bytes)],
+        }
+    }
 }
 
 /// One read, and one copy to its final place.
@@ -328,12 +350,28 @@ impl Staging {
             workspace: None,
             lanes: self.lanes.len(),
         };
-        self.read(&temporary, reading, &mut made, &mut go_on)?;
+        self.read(&temporary, reading, &mut made, &mut go_on, None)?;
         for lane in &mut self.lanes {
             lane.queued.record(&lane.stream).map_err(lost)?;
             then.wait(&lane.queued).map_err(lost)?;
         }
         Ok(())
+    }
+
+    /// Reads sources to places that are usable, while `follower` is told what is queued. None of them is quantized at load. Copies may be
+    /// under way when this returns.
+    pub(super) fn read_following(
+        &mut self,
+        reading: Reading<'_, '_>,
+        follower: &dyn Follows,
+        progress: Progress<'_>,
+    ) -> Result<(), LoadError> {
+        let mut made = Vec::with_capacity(reading.sources.len());
+        let temporary = Temporary {
+            workspace: None,
+            lanes: self.lanes.len(),
+        };
+        self.read(&temporary, reading, &mut made, progress, Some(follower))
     }
 
     /// Allocates every source from `memory` and fills it. Each allocation is pushed to `made` as soon as it exists, even if the
@@ -346,7 +384,7 @@ impl Staging {
         made: &mut Vec<Allocation<'a>>,
         progress: Progress<'_>,
     ) -> Result<(), LoadError> {
-        let outcome = self.read(temporary, reading, made, progress);
+        let outcome = self.read(temporary, reading, made, progress, None);
         self.finish()?;
         if matches!(outcome, Err(LoadError::Lost(_))) {
             return outcome;
@@ -382,6 +420,7 @@ impl Staging {
         reading: Reading<'a, '_>,
         made: &mut Vec<Allocation<'a>>,
         progress: Progress<'_>,
+        follower: Option<&dyn Follows>,
     ) -> Result<(), LoadError> {
         let Reading {
             sources,
@@ -424,7 +463,13 @@ impl Staging {
             .map(|(number, lane)| {
                 let lane_memory = workspace.map(|workspace| workspace.lane_memory(number));
                 move |piece: Result<Piece<'a>, LoadError>| {
-                    piece.and_then(|piece| lane.carry(&piece, lane_memory.as_ref(), shared))
+                    let piece = piece?;
+                    let bytes = lane.carry(&piece, lane_memory.as_ref(), shared)?;
+                    if let Some(follower) = follower {
+                        lane.queued.record(&lane.stream).map_err(lost)?;
+                        follower.queued(&piece.tensors(bytes), &lane.queued)?;
+                    }
+                    Ok(bytes)
                 }
             });
         let mut listening = |at: LoadProgress| -> ControlFlow<()> {

@@ -1,6 +1,6 @@
 //! Copies streamed blocks into the ring of a component while the card computes, on a stream of their own.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,12 +9,13 @@ use candle_core::{CpuStorage, CudaStorage, InplaceOp1, Layout, Tensor};
 use cudarc::driver::{CudaEvent, CudaStream, DriverError, sys};
 use residency::Bytes;
 
+use super::arriving::Arriving;
 use super::host_blocks::{HostBlocks, RunTo};
 use super::placer::Places;
-use super::staging::{Reading, Staging, lost};
+use super::staging::{Follows, Reading, Staging, lost};
 use crate::blocks::{BlockPlace, StreamedBlock};
 use crate::load::{LoadError, TensorSource};
-use crate::reader::{self, OpenFiles};
+use crate::reader::{OpenFiles, Progress};
 use crate::schedule::Schedule;
 use crate::tensors::{Owner, Streams};
 
@@ -85,6 +86,24 @@ const ROOM_TO_MAKE: Bytes = Bytes::mib(64);
 impl FileSource {
     /// Reads tensors to their places, which are usable once these events have happened, and has `then` wait for them.
     fn read(&self, tensors: &[&ReadTo], after: &[&CudaEvent], then: &CudaStream) -> Result<(), LoadError> {
+        self.reading(tensors, |staging, reading| {
+            staging.load_between(after, reading, ROOM_TO_MAKE, then)
+        })
+    }
+
+    /// Reads tensors to their places, which are usable. `follower` is told what is queued; none of it has to be made at load.
+    pub(super) fn read_with(
+        &self,
+        tensors: &[&ReadTo],
+        follower: &dyn Follows,
+        progress: Progress<'_>,
+    ) -> Result<(), LoadError> {
+        self.reading(tensors, |staging, reading| {
+            staging.read_following(reading, follower, progress)
+        })
+    }
+
+    fn reading<T>(&self, tensors: &[&ReadTo], read: impl FnOnce(&mut Staging, Reading<'_, '_>) -> T) -> T {
         let sources: Vec<TensorSource> = tensors.iter().map(|tensor| tensor.source.clone()).collect();
         let places = sources.iter().map(|source| source.name.as_str());
         let places = Places(places.zip(tensors.iter().map(|tensor| tensor.to)).collect());
@@ -94,7 +113,7 @@ impl FileSource {
             memory: &places,
         };
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
-        staging.load_between(after, reading, ROOM_TO_MAKE, then)
+        read(&mut staging, reading)
     }
 }
 
@@ -105,17 +124,17 @@ pub(super) struct CudaWeightStream {
     index: HashMap<BlockPlace, usize>,
     compute: Arc<CudaStream>,
     copies: Arc<CudaStream>,
-    files: FileSource,
+    files: Arc<FileSource>,
     host: Arc<Mutex<HostBlocks>>,
     state: Mutex<StreamState>,
+    /// Blocks that have a place of their own and are read when a stage first comes to them.
+    arriving: Arriving,
 }
 
 #[derive(Debug)]
 struct StreamState {
     schedule: Schedule,
     blocks: Vec<BlockCopy>,
-    /// Blocks that have a place of their own and are not there yet.
-    unread: BTreeMap<BlockPlace, Vec<ReadTo>>,
 }
 
 #[derive(Debug)]
@@ -128,13 +147,13 @@ struct BlockCopy {
 }
 
 impl CudaWeightStream {
-    /// The stream of these blocks, in the order of their use; `runs` has the copies of each. `unread` are blocks that have places of their
-    /// own, and are read when a stage first comes to them.
+    /// The stream of these blocks, in the order of their use; `runs` has the copies of each. `arriving` are blocks that have places of
+    /// their own. Where no other blocks pass through the ring, they begin to be read.
     pub(super) fn new(
         blocks: &[StreamedBlock],
         runs: Vec<Runs>,
-        unread: BTreeMap<BlockPlace, Vec<ReadTo>>,
-        (files, host): (FileSource, Arc<Mutex<HostBlocks>>),
+        arriving: Arriving,
+        (files, host): (Arc<FileSource>, Arc<Mutex<HostBlocks>>),
         (compute, copies): (&Arc<CudaStream>, &Arc<CudaStream>),
     ) -> Result<CudaWeightStream, LoadError> {
         let context = compute.context();
@@ -146,6 +165,9 @@ impl CudaWeightStream {
                 used: event()?,
             })
         };
+        if blocks.is_empty() {
+            arriving.begin()?;
+        }
         Ok(CudaWeightStream {
             index: blocks.iter().map(|block| block.place).zip(0..).collect(),
             compute: Arc::clone(compute),
@@ -155,38 +177,24 @@ impl CudaWeightStream {
             state: Mutex::new(StreamState {
                 schedule: Schedule::of(blocks),
                 blocks: runs.into_iter().map(copy).collect::<Result<_, _>>()?,
-                unread,
             }),
+            arriving,
         })
     }
 
-    /// Whether there are blocks that no stage has come to, and that are not there yet.
+    /// Whether there are blocks that have a place of their own and are not there yet.
     pub(super) fn has_unread(&self) -> bool {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        !state.unread.is_empty()
+        self.arriving.has_unread()
     }
 
     /// Reads the blocks that no stage has come to.
     pub(super) fn read_the_rest(&self) -> Result<(), LoadError> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let places: Vec<BlockPlace> = state.unread.keys().copied().collect();
-        places
-            .into_iter()
-            .try_for_each(|place| self.read_first(place, &mut state))
+        self.arriving.wait_for_all(&self.compute)
     }
 
-    /// Reads a block that is not there yet.
-    fn read_first(&self, place: BlockPlace, state: &mut StreamState) -> Result<(), LoadError> {
-        let Some(tensors) = state.unread.get(&place) else {
-            return Ok(());
-        };
-        let tensors: Vec<&ReadTo> = tensors.iter().collect();
-        self.files.read(&tensors, &[], &self.compute)?;
-        state.unread.remove(&place);
-        match state.unread.is_empty() {
-            true => reader::check_unchanged(&self.files.files),
-            false => Ok(()),
-        }
+    /// Reads no more of what is still to come: the component leaves the card.
+    pub(super) fn stop(&self) {
+        self.arriving.stop();
     }
 
     fn turn(&self, place: BlockPlace) -> Result<(), LoadError> {
@@ -227,7 +235,11 @@ impl CudaWeightStream {
         if let Some(entered) = turn.entered.and_then(|entered| blocks.get(entered)) {
             self.compute.wait(&entered.arrived).map_err(lost)?;
         }
-        self.read_first(place, &mut state)
+        drop(state);
+        match self.index.is_empty() {
+            true => self.arriving.wait_for(place, &self.compute),
+            false => self.arriving.read_one(place, &self.compute),
+        }
     }
 
     /// Queues a copy to the card.
@@ -251,7 +263,7 @@ impl Streams for CudaWeightStream {
     }
 
     fn is_whole(&self) -> bool {
-        self.index.is_empty() && !self.has_unread()
+        self.index.is_empty() && self.arriving.is_over()
     }
 }
 
