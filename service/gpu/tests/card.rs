@@ -452,8 +452,10 @@ fn blocks_that_are_left_to_the_first_pass_arrive_in_any_order_and_leave_no_byte(
                 assert!(here.stream().is_whole() && !card.has_unread(&component.id));
             }
             drop(here);
+            let slack = card.memory().unwrap().slack;
             let unloaded = card.unload(&component.id).unwrap();
             assert_eq!(unloaded.freed, component.bytes);
+            assert_eq!(card.memory().unwrap().slack, slack, "an unload takes nothing");
         }
         card.trim().unwrap();
         let after = card.memory().unwrap();

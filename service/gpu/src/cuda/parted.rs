@@ -759,7 +759,11 @@ impl CudaCard {
             host,
             ..
         } = held;
+        let had = self.activations.reserved();
         drop(tensors);
+        // Each was given a number in the place of its memory, and freed it: the chunk that they took goes with them.
+        let trimmed = self.activations.trim(had);
+        self.latch(trimmed)?;
         timeline.part("drop tensors");
         let closed = region.close();
         self.latch(closed)?;
