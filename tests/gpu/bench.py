@@ -113,7 +113,7 @@ FULL = Scale(
     tight_bytes=1 << 30,
     hopeless_bytes=16 << 20,
     job_bytes=4 << 30,
-    # Less than one block of the transformer and what computes it: whatever of it were on the card, the job must wait.
+    # Less than the ring and the activations of any part of the transformer need: the job has to wait.
     waiting_bytes=256 << 20,
     format_rounds=6,
     format_steps=4,

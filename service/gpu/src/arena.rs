@@ -271,14 +271,15 @@ impl<B: Backing> Arena<B> {
         Ok(())
     }
 
-    /// Frees chunks in which nothing is allocated until at most `keep` bytes are mapped, and returns the bytes freed. Waits for
-    /// the stream if there are any.
+    /// Frees chunks in which nothing is allocated until at most `keep` bytes are mapped, and returns the bytes freed: first those of small
+    /// allocations, so that large free ranges stay whole. Waits for the stream if there are any.
     ///
     /// # Errors
     /// That of the driver.
     pub(crate) fn trim(&mut self, keep: Bytes) -> Result<Bytes, B::Error> {
         let excess = (self.mapped() - keep).0.div_ceil(CHUNK) as usize;
-        let idle = self.idle_slots(&(0..0), excess);
+        let idle = self.small.idle_slots().chain(self.large.idle_slots());
+        let idle: Vec<u64> = idle.take(excess).collect();
         if !idle.is_empty() {
             self.backing.wait()?;
         }
@@ -522,6 +523,18 @@ mod tests {
             arena.backing.in_use.insert(slot);
         }
         Ok(offset)
+    }
+
+    #[test]
+    fn a_trim_frees_the_chunks_of_small_allocations_first() {
+        let mut arena = arena(8);
+        let large = used(&mut arena, 3 * CHUNK).unwrap();
+        let small = used(&mut arena, 512).unwrap();
+        assert!(arena.free(large) && arena.free(small));
+        assert_eq!(arena.trim(Bytes(3 * CHUNK)).unwrap(), Bytes(CHUNK));
+        let created = arena.backing.next;
+        used(&mut arena, 3 * CHUNK).unwrap();
+        assert_eq!(arena.backing.next, created, "the large range was whole");
     }
 
     #[test]

@@ -92,7 +92,7 @@ pub struct CardSpeeds {
 pub(crate) enum Arrival {
     /// Before its load ends.
     Now,
-    /// Some of them when a stage first comes to their block.
+    /// Some of them while a stage goes over their blocks for the first time.
     WithFirstPass,
 }
 
@@ -143,7 +143,7 @@ pub trait Gpu {
     /// The dtype that pipelines compute in on this card.
     fn compute_dtype(&self) -> DType;
 
-    /// How fast the card is, as it was measured when it was opened, or as its settings say.
+    /// How fast the card is, as it was measured once, or as its settings say.
     fn speeds(&self) -> CardSpeeds {
         CardSpeeds::default()
     }
@@ -168,8 +168,8 @@ pub trait Gpu {
         progress: &mut dyn FnMut(LoadProgress) -> ControlFlow<()>,
     ) -> Result<(), LoadError>;
 
-    /// As [`Gpu::load`], for a component that a stage goes over next. Blocks that take less than a second may be left: each is read
-    /// when the stage first comes to it, while the card computes those before it. Returns their bytes.
+    /// As [`Gpu::load`], for a component that a stage goes over next. Blocks that take less than a second may be left: they are read
+    /// once the stage has taken the tensors, while the card computes those before them. Returns their bytes.
     ///
     /// # Errors
     /// As [`Gpu::load`].
@@ -183,7 +183,7 @@ pub trait Gpu {
         self.load(component, plan, part, progress).map(|()| Bytes::ZERO)
     }
 
-    /// Whether blocks of a component are left that [`Gpu::load_for_a_stage`] has not read, and no stage came to.
+    /// Whether blocks of a component are left that [`Gpu::load_for_a_stage`] has not read, nor a stage since.
     fn has_unread(&self, _id: &ComponentId) -> bool {
         false
     }

@@ -443,7 +443,7 @@ fn blocks_that_are_left_to_the_first_pass_arrive_in_any_order_and_leave_no_byte(
                 component.bytes
             );
             assert_eq!(card.memory().unwrap().components, component.bytes);
-            let here = card.tensors(&component.id).unwrap();
+            let here = card.tensors(&component.id).unwrap(); // they begin to arrive
             for number in order {
                 here.stream().enter(BlockPlace::each_pass(*number)).unwrap();
                 assert!(is_there(&here, &right, *number), "{number} of {order:?}");

@@ -23,6 +23,25 @@ use crate::need::Need;
 /// Assumed seconds until a starting worker is ready, before any start was measured.
 const STARTING_SECONDS: f64 = 3.0;
 
+/// Time between two looks at jobs that wait for a worker that is not there.
+const ABSENCE_LOOK: Duration = Duration::from_secs(5);
+
+/// The time in which a card has no worker that is ready.
+#[derive(Clone, Copy, Debug)]
+struct Absence {
+    since: Instant,
+    next_look: Instant,
+}
+
+impl Absence {
+    fn since(now: Instant) -> Absence {
+        Absence {
+            since: now,
+            next_look: now + ABSENCE_LOOK,
+        }
+    }
+}
+
 /// The state of a card's worker.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Health {
@@ -270,6 +289,8 @@ pub(super) struct CardRecord {
     /// Messages that are sent at the end of the core's turn.
     pub(super) outbox: Vec<ToWorker>,
     pub(super) health: Health,
+    /// While no worker is ready.
+    absence: Option<Absence>,
     pub(super) generation: u64,
     /// Events of generations up to this one are ignored: their workers are lost.
     dead_generation: Option<u64>,
@@ -310,6 +331,7 @@ impl CardRecord {
             speeds: CardSpeeds::default(),
             outbox: Vec::new(),
             health: Health::Starting,
+            absence: Some(Absence::since(now)),
             generation: 0,
             dead_generation: None,
             restarts: 0,
@@ -419,6 +441,7 @@ impl CardRecord {
         self.taken_at_start = (accounts.context, accounts.workspaces);
         self.snapshot(ledger, now);
         self.health = Health::Ready;
+        self.absence = None;
         self.generation = generation;
         self.description = description;
         self.attention = attention;
@@ -442,6 +465,7 @@ impl CardRecord {
         self.health = Health::Restarting {
             until: now + restarts_in,
         };
+        self.absence.get_or_insert_with(|| Absence::since(now));
         self.restarts += 1;
         self.lost_residents
             .extend(self.ledger.residents().map(|r| r.component.id.clone()));
@@ -636,13 +660,31 @@ impl CardRecord {
         }
     }
 
-    /// Predicted seconds until it could start something.
+    /// When jobs that wait for its worker are to be decided again, even if nothing else happens: the longer they wait, the sooner another
+    /// card would have done them.
+    pub(super) fn next_look(&self) -> Option<Instant> {
+        self.absence.map(|absence| absence.next_look)
+    }
+
+    /// Whether it is time for that look; the next one is later.
+    pub(super) fn takes_look(&mut self, now: Instant) -> bool {
+        let Some(absence) = self.absence.as_mut().filter(|absence| absence.next_look <= now) else {
+            return false;
+        };
+        absence.next_look = now + ABSENCE_LOOK;
+        true
+    }
+
+    /// Predicted seconds until it could start something. A worker that has been absent for long is expected to be so for as long again: it
+    /// may never come back.
     pub(super) fn busy_seconds(&self, now: Instant) -> f64 {
+        let absent = self
+            .absence
+            .map_or(Duration::ZERO, |absence| now.duration_since(absence.since));
+        let starting = STARTING_SECONDS.max(absent.as_secs_f64());
         match self.health {
-            Health::Starting => STARTING_SECONDS,
-            Health::Restarting { until } => {
-                STARTING_SECONDS + until.saturating_duration_since(now).as_secs_f64()
-            }
+            Health::Starting => starting,
+            Health::Restarting { until } => starting + until.saturating_duration_since(now).as_secs_f64(),
             Health::Ready => {
                 let left = self.in_flight.as_ref().map_or(0.0, |running| {
                     let gone = now.duration_since(running.sent).as_secs_f64();

@@ -272,10 +272,10 @@ impl Learned {
         self.stage_ms.get(key)?.get(&card).copied()
     }
 
-    /// Milliseconds that a stage takes on the fastest of the cards on which one like it ran.
-    pub(super) fn least_stage_ms(&self, key: &StageKey) -> Option<f64> {
-        let by_card = self.stage_ms.get(key)?;
-        by_card.values().copied().min_by(f64::total_cmp)
+    /// The card on which a stage like it ran fastest, with the milliseconds that it takes there.
+    pub(super) fn fastest(&self, key: &StageKey) -> Option<(usize, f64)> {
+        let by_card = self.stage_ms.get(key)?.iter().map(|(card, ms)| (*card, *ms));
+        by_card.min_by(|one, other| one.1.total_cmp(&other.1))
     }
 
     /// The measured pace of a stage (`None`: of loads alone) in the worker of a card, by index and generation.

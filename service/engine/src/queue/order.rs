@@ -117,8 +117,9 @@ impl View<'_> {
         steps.map(of_step).sum()
     }
 
-    /// Milliseconds that a step takes on a card, or (`None`) on the fastest that ran one like it, and whether one like it ran. On a card
-    /// where none did, it takes no less than its operations do: a CPU is not as fast as the GPU that ran it.
+    /// Milliseconds that a step takes on a card, or (`None`) on the fastest that ran one like it, and whether one like it ran. Where none ran
+    /// on the card, what another took counts by the speeds of both, as a CPU is not as fast as a GPU; if none ran at all, no less
+    /// than its operations take.
     pub(super) fn expected_step_ms(&self, job: &JobRecord, index: usize, card: Option<usize>) -> (f64, bool) {
         let dtype = card.map(|card| &self.cards[card].description.compute_dtype);
         let Some(dtype) = dtype.or_else(|| job.models.keys().next()) else {
@@ -142,12 +143,17 @@ impl View<'_> {
         if let Some(ms) = here {
             return (ms, true);
         }
-        let elsewhere = keys.iter().find_map(|key| self.learned.least_stage_ms(key));
+        if let Some((there, ms)) = keys.iter().find_map(|key| self.learned.fastest(key)) {
+            let speeds = card.map(|here| [there, here].map(|card| self.cards[card].speeds.flops));
+            return match speeds {
+                Some([Some(there), Some(here)]) if here > 0 => (ms * there as f64 / here as f64, true),
+                _ => (ms, true),
+            };
+        }
         let computing_ms = card
             .zip(stage)
             .and_then(|(card, stage)| self.computing_ms(stage, card));
-        let ms = elsewhere.unwrap_or(STAGE_MS).max(computing_ms.unwrap_or(0.0));
-        (ms, elsewhere.is_some())
+        (STAGE_MS.max(computing_ms.unwrap_or(0.0)), false)
     }
 
     /// Milliseconds that the operations of a stage take on a card, if the family says how many they are and the card how fast it is.

@@ -11,7 +11,7 @@ use gpu::CardSpeeds;
 use residency::{Accounts, Bytes};
 use tokio::time::Instant;
 
-use crate::fixture::{CARD, REDUCTIONS, entry, load, picture};
+use crate::fixture::{CARD, REDUCTIONS, SAMPLE_FLOPS, entry, load, picture};
 use crate::worker::{
     Wire, at_rest, cancelled_by, completed, end, events, one_card, one_card_with, one_cpu_with, settle,
     stage_of, start,
@@ -48,14 +48,14 @@ async fn a_stage_is_retried_once_after_its_worker_dies() {
     at_rest(&queue).await;
 }
 
-/// A stage that has run on one card alone takes no less on another than its operations do there.
+/// What a stage took on one card counts on another by the speeds of both. A card that stays away for long is expected to stay away.
 #[tokio::test(start_paused = true)]
-async fn a_job_waits_for_the_card_that_is_lost_rather_than_for_a_slow_one() {
+async fn a_job_waits_for_the_card_that_is_lost_rather_than_for_a_slow_one_unless_it_stays_away() {
     let teraflops = |count: u64| CardSpeeds {
         link: None,
         flops: Some(count * 1_000_000_000_000),
     };
-    for (speed_of_other, moves) in [(100, true), (1, false)] {
+    for (speed_of_other, moves, comes_back) in [(100, true, true), (1, false, true), (1, false, false)] {
         let (queue, mut workers) = start(Settings::default(), 2);
         for (worker, speed) in workers.iter_mut().zip([100, speed_of_other]) {
             worker.speeds = teraflops(speed);
@@ -77,11 +77,30 @@ async fn a_job_waits_for_the_card_that_is_lost_rather_than_for_a_slow_one() {
         fast.die();
         settle().await;
         assert_eq!(other.try_work().await, moves);
-        fast.ready();
+        match comes_back {
+            true => fast.ready(),
+            false => tokio::time::sleep(Duration::from_secs(60)).await,
+        }
         while other.try_work().await || fast.try_work().await {}
         end(&mut job).await.unwrap();
         at_rest(&queue).await;
     }
+}
+
+/// A GPU that is still starting is no slower than a CPU that is there already.
+#[tokio::test(start_paused = true)]
+async fn a_stage_that_nobody_ran_waits_for_a_card_that_starts_rather_than_for_its_operations_on_a_slow_one() {
+    let (queue, mut workers) = start(Settings::default(), 2);
+    let (mut slow, mut fast) = (workers.remove(1), workers.remove(0));
+    slow.speeds.flops = Some(SAMPLE_FLOPS / 1000);
+    slow.ready();
+    settle().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    assert!(!slow.try_work().await);
+    fast.ready();
+    while fast.try_work().await {}
+    end(&mut job).await.unwrap();
+    at_rest(&queue).await;
 }
 
 async fn accounts(queue: &Queue) -> Accounts {

@@ -128,6 +128,11 @@ impl Activations {
         self.0.arena().mapped() + self.0.outside()
     }
 
+    /// Bytes of the card's memory that its addresses have.
+    pub(super) fn mapped(&self) -> Bytes {
+        self.0.arena().mapped()
+    }
+
     /// Maxima since [`Activations::forget_peak`].
     pub(super) fn peak(&self) -> Peak {
         let arena = self.0.arena();

@@ -1,6 +1,8 @@
-//! Blocks that have a place of their own on the card and are left to the first pass over them. A thread reads them in the order of
-//! their use, all in one read, while a stage computes with those before them: the card's own thread would read one block, wait for its
-//! last lane, queue its work, and only then begin the next.
+//! Blocks that have a place of their own on the card and are left to the first pass over them. From the moment at which a stage takes the
+//! component, a thread reads them in the order of their use, all in one read, while the stage computes with those before them: the card's
+//! own thread would read one block, wait for its last lane, queue its work, and only then begin the next. The lanes are one thread's at a
+//! time, so nothing is read between stages, in which other components come to the card. Where other blocks of the component pass through
+//! the ring, the card's own thread reads both, in the order of their use.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::ControlFlow;
@@ -32,7 +34,7 @@ struct Shared {
     arrivals: Mutex<Arrivals>,
     /// A block was queued, or the thread has ended.
     changed: Condvar,
-    /// Nobody wants the blocks any more.
+    /// The thread is to end early: the stage is over, or the component leaves the card.
     is_stopped: AtomicBool,
     /// Waits for the copies of all lanes, in the order in which they are queued.
     copies: Arc<CudaStream>,
@@ -44,7 +46,7 @@ struct Arrivals {
     unread: BTreeMap<BlockPlace, UnreadBlock>,
     /// Blocks whose copies are queued, with the event after the last of them, until somebody waits for it.
     queued: BTreeMap<BlockPlace, CudaEvent>,
-    /// Whether a thread reads.
+    /// Whether a thread was started that has not ended its read.
     is_reading: bool,
     /// Why the last read ended early, until somebody who waits is told.
     failed: Option<LoadError>,
@@ -133,7 +135,7 @@ impl Arriving {
             LoadError::Lost(format!("no thread can be started to read blocks with: {error}"))
         })?;
         arrivals.is_reading = true;
-        // One before it has read what it could.
+        // The thread before it, if any, has ended its read.
         *self.reader.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
         Ok(())
     }
@@ -198,23 +200,39 @@ impl Arriving {
             .try_for_each(|place| self.wait_for(place, then))
     }
 
+    /// Ends the read that is under way, if any: no stage wants the blocks now. The next one that does begins again, and is told nothing of
+    /// what was wrong before.
+    pub(super) fn pause(&self) {
+        self.end_read();
+        self.shared.is_stopped.store(false, Relaxed);
+        if let Some(error) = self.shared.arrivals().failed.take() {
+            tracing::info!(%error, "blocks that no stage waits for could not be read");
+        }
+    }
+
     /// Reads no more, and waits until no copy is under way: the places may be freed then.
-    pub(super) fn stop(&self) {
+    ///
+    /// # Errors
+    /// The card is lost: copies may be under way.
+    pub(super) fn stop(&self) -> Result<(), DriverError> {
+        self.end_read();
+        self.shared.copies.synchronize()
+    }
+
+    fn end_read(&self) {
         self.shared.is_stopped.store(true, Relaxed);
         let reader = self.reader.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(Err(_)) = reader.map(JoinHandle::join) {
             tracing::error!("a thread that reads blocks has panicked");
-        }
-        if let Err(error) = self.shared.copies.synchronize() {
-            // The card is lost, and whoever frees the places learns of it.
-            tracing::debug!(%error, "copies of blocks that nobody waits for");
         }
     }
 }
 
 impl Drop for Arriving {
     fn drop(&mut self) {
-        self.stop();
+        if let Err(error) = self.stop() {
+            tracing::error!(%error, "copies of blocks may be under way on a card that is lost");
+        }
     }
 }
 
@@ -279,15 +297,18 @@ impl Shared {
 
     /// All copies of a block are queued.
     fn queued(&self, arrivals: &mut Arrivals, place: BlockPlace) -> Result<(), LoadError> {
-        if let Some(block) = arrivals.unread.remove(&place) {
+        if let Some(block) = arrivals.unread.get(&place) {
+            // Before it counts as queued: a block without its event would be waited for by nobody.
             block.arrived.record(&self.copies).map_err(lost)?;
+        }
+        if let Some(block) = arrivals.unread.remove(&place) {
             arrivals.queued.insert(place, block.arrived);
         }
         Ok(())
     }
 }
 
-/// The end of a read, however it ends: nobody may wait for it any more.
+/// The end of a read, however it ends: whoever waits for a block has to look again.
 struct Ending<'a>(&'a Shared);
 
 impl Drop for Ending<'_> {
@@ -310,9 +331,9 @@ struct Following<'a> {
 }
 
 impl Follows for Following<'_> {
-    fn queued(&self, pieces: &[(&str, u64)], after: &CudaEvent) -> Result<(), LoadError> {
+    fn queued(&self, pieces: &[(&str, u64)], before: &CudaEvent) -> Result<(), LoadError> {
         let mut arrivals = self.shared.arrivals();
-        self.shared.copies.wait(after).map_err(lost)?;
+        self.shared.copies.wait(before).map_err(lost)?;
         let mut is_changed = false;
         for (tensor, bytes) in pieces {
             let Some(place) = self.block_of.get(tensor) else {

@@ -574,6 +574,9 @@ impl Gpu for CudaCard {
     fn tensors(&self, id: &ComponentId) -> Result<Arc<ComponentTensors>, GpuError> {
         self.check_alive()?;
         if let Some(parted) = self.parted.get(id) {
+            if let Some(stream) = &parted.stream {
+                stream.begin();
+            }
             return Ok(Arc::clone(&parted.tensors));
         }
         let held = self.held.get(id).ok_or_else(|| GpuError::NotLoaded(id.clone()))?;
@@ -703,6 +706,9 @@ impl Gpu for CudaCard {
     }
 
     fn stage_peak(&mut self) -> Bytes {
+        for stream in self.parted.values().filter_map(|parted| parted.stream.as_ref()) {
+            stream.pause();
+        }
         let over = self.stream.synchronize();
         let over = over.and_then(|()| self.activations.trim(self.kept_activations));
         if let Err(error) = self.latch(over) {

@@ -606,7 +606,10 @@ impl CudaCard {
             files,
         });
         let runs = runs.collect();
-        let arriving = Arriving::new(&self.context, unread, Arc::clone(&source))?;
+        let arriving = match unread.is_empty() {
+            true => None,
+            false => Some(Arriving::new(&self.context, unread, Arc::clone(&source))?),
+        };
         let from = (source, Arc::clone(shared));
         let stream = CudaWeightStream::new(&placement.streamed, runs, arriving, from, on)?;
         let stream = Arc::new(stream);
@@ -726,10 +729,20 @@ impl CudaCard {
         let reading = (Unread::new(), Arc::clone(&held.files));
         let (tensors, stream) =
             self.parted_tensors(&held.layout, &held.region, &after, &held.host, sources, reading)?;
-        (held.tensors, held.stream) = (Arc::new(tensors), stream);
+        let left = std::mem::replace(&mut held.tensors, Arc::new(tensors));
+        held.stream = stream;
+        self.drop_unowned(left).map_err(lost)?;
         (held.part, held.booked) = (part, booked);
         timeline.end();
         reader::report_progress(progress, grown, grown).or(Ok(()))
+    }
+
+    /// Drops tensors whose memory is a region's. Each takes a number of the activations' memory for a moment, in the place of its own:
+    /// afterwards activations have as much memory as before.
+    fn drop_unowned(&self, tensors: Arc<ComponentTensors>) -> Result<(), DriverError> {
+        let had = self.activations.mapped();
+        drop(tensors);
+        self.activations.trim(had).map(|_| ())
     }
 
     /// As [`crate::Gpu::unload`], for a component that has parts.
@@ -744,11 +757,13 @@ impl CudaCard {
             return Err(GpuError::StillInUse(id.clone(), others));
         }
         let mut timeline = Timeline::begin("unload");
-        if let Some(stream) = &held.stream {
-            stream.stop();
+        let stopped = held.stream.as_ref().map_or(Ok(()), |stream| stream.stop());
+        let settled = stopped.and_then(|()| self.settle());
+        if let Err(error) = self.latch(settled) {
+            // Copies to it may be under way.
+            std::mem::forget(held);
+            return Err(error);
         }
-        let settled = self.settle();
-        self.latch(settled)?;
         timeline.part("synchronise");
         let PartedComponent {
             component,
@@ -759,11 +774,8 @@ impl CudaCard {
             host,
             ..
         } = held;
-        let had = self.activations.reserved();
-        drop(tensors);
-        // Each was given a number in the place of its memory, and freed it: the chunk that they took goes with them.
-        let trimmed = self.activations.trim(had);
-        self.latch(trimmed)?;
+        let dropped = self.drop_unowned(tensors);
+        self.latch(dropped)?;
         timeline.part("drop tensors");
         let closed = region.close();
         self.latch(closed)?;

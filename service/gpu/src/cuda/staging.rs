@@ -371,6 +371,9 @@ impl Staging {
             workspace: None,
             lanes: self.lanes.len(),
         };
+        // Whoever waited for the lanes may not want the read any more.
+        let total = reading.sources.iter().map(TensorSource::bytes_on_card).sum();
+        reader::report_progress(progress, Bytes::ZERO, total)?;
         self.read(&temporary, reading, &mut made, progress, Some(follower))
     }
 

@@ -127,8 +127,8 @@ pub(super) struct CudaWeightStream {
     files: Arc<FileSource>,
     host: Arc<Mutex<HostBlocks>>,
     state: Mutex<StreamState>,
-    /// Blocks that have a place of their own and are read when a stage first comes to them.
-    arriving: Arriving,
+    /// Blocks that have a place of their own and are not there yet.
+    arriving: Option<Arriving>,
 }
 
 #[derive(Debug)]
@@ -148,11 +148,11 @@ struct BlockCopy {
 
 impl CudaWeightStream {
     /// The stream of these blocks, in the order of their use; `runs` has the copies of each. `arriving` are blocks that have places of
-    /// their own. Where no other blocks pass through the ring, they begin to be read.
+    /// their own.
     pub(super) fn new(
         blocks: &[StreamedBlock],
         runs: Vec<Runs>,
-        arriving: Arriving,
+        arriving: Option<Arriving>,
         (files, host): (Arc<FileSource>, Arc<Mutex<HostBlocks>>),
         (compute, copies): (&Arc<CudaStream>, &Arc<CudaStream>),
     ) -> Result<CudaWeightStream, LoadError> {
@@ -165,9 +165,6 @@ impl CudaWeightStream {
                 used: event()?,
             })
         };
-        if blocks.is_empty() {
-            arriving.begin()?;
-        }
         Ok(CudaWeightStream {
             index: blocks.iter().map(|block| block.place).zip(0..).collect(),
             compute: Arc::clone(compute),
@@ -184,17 +181,39 @@ impl CudaWeightStream {
 
     /// Whether there are blocks that have a place of their own and are not there yet.
     pub(super) fn has_unread(&self) -> bool {
-        self.arriving.has_unread()
+        self.arriving.as_ref().is_some_and(Arriving::has_unread)
+    }
+
+    /// A stage takes the component: the blocks that are not there yet begin to be read, unless others pass through the ring.
+    pub(super) fn begin(&self) {
+        if let Some(arriving) = self.arriving.as_ref().filter(|_| self.index.is_empty())
+            && let Err(error) = arriving.begin()
+        {
+            tracing::warn!(%error, "the first wait for a block tries again");
+        }
+    }
+
+    /// The stage is over: what it has not come to is left to the next.
+    pub(super) fn pause(&self) {
+        if let Some(arriving) = &self.arriving {
+            arriving.pause();
+        }
     }
 
     /// Reads the blocks that no stage has come to.
     pub(super) fn read_the_rest(&self) -> Result<(), LoadError> {
-        self.arriving.wait_for_all(&self.compute)
+        match &self.arriving {
+            Some(arriving) => arriving.wait_for_all(&self.compute),
+            None => Ok(()),
+        }
     }
 
-    /// Reads no more of what is still to come: the component leaves the card.
-    pub(super) fn stop(&self) {
-        self.arriving.stop();
+    /// Reads no more of what is still to come, and waits for its copies: the component leaves the card.
+    ///
+    /// # Errors
+    /// The card is lost.
+    pub(super) fn stop(&self) -> Result<(), DriverError> {
+        self.arriving.as_ref().map_or(Ok(()), Arriving::stop)
     }
 
     fn turn(&self, place: BlockPlace) -> Result<(), LoadError> {
@@ -236,9 +255,10 @@ impl CudaWeightStream {
             self.compute.wait(&entered.arrived).map_err(lost)?;
         }
         drop(state);
-        match self.index.is_empty() {
-            true => self.arriving.wait_for(place, &self.compute),
-            false => self.arriving.read_one(place, &self.compute),
+        match (&self.arriving, self.index.is_empty()) {
+            (None, _) => Ok(()),
+            (Some(arriving), true) => arriving.wait_for(place, &self.compute),
+            (Some(arriving), false) => arriving.read_one(place, &self.compute),
         }
     }
 
@@ -263,7 +283,7 @@ impl Streams for CudaWeightStream {
     }
 
     fn is_whole(&self) -> bool {
-        self.index.is_empty() && self.arriving.is_over()
+        self.index.is_empty() && self.arriving.as_ref().is_none_or(Arriving::is_over)
     }
 }
 

@@ -235,6 +235,8 @@ impl Core {
         let deadlines = live.filter_map(JobRecord::deadline);
         let looks = self.jobs.values().filter_map(next_look);
         let hangs = self.cards.iter().filter_map(|card| card.hung_at(&self.settings));
+        let absences = self.cards.iter().filter_map(CardRecord::next_look);
+        let waits = self.could_go_elsewhere();
         let drain = self.drain.as_ref().filter(|drain| !drain.cancelled);
         let watches_replies = self.unloads.iter().any(PendingUnload::is_asked_for);
         let expiries = [
@@ -250,6 +252,7 @@ impl Core {
         deadlines
             .chain(looks)
             .chain(hangs)
+            .chain(absences.filter(|_| waits))
             .chain(expiries.into_iter().flatten())
             .min()
     }
@@ -331,10 +334,18 @@ impl Core {
         self.unload_idle_entries(now);
         self.stop_unread_jobs(now);
         self.stop_late_jobs(now);
+        let is_time = self.cards.iter_mut().map(|card| card.takes_look(now));
+        let is_time = is_time.fold(false, |any, one| any | one);
+        self.replan |= is_time && self.could_go_elsewhere();
         for job in self.jobs.values_mut() {
             self.replan |= next_look(job).is_some_and(|at| at <= now);
             job.attempt.refusals.retain(|_, refusal| now < refusal.until);
         }
+    }
+
+    /// Whether a job waits, perhaps for a worker that is not there, while a card is free.
+    fn could_go_elsewhere(&self) -> bool {
+        self.cards.iter().any(CardRecord::is_free) && self.jobs.values().any(|job| !job.is_running())
     }
 
     fn stop_late_jobs(&mut self, now: Instant) {
