@@ -6,6 +6,9 @@
 pub mod allocator;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // Only activations of a real card live in one.
 mod arena;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+// Only on a real card does anything arrive while it computes.
+mod arriving;
 mod blocks;
 mod card;
 mod checkpoint;

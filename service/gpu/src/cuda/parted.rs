@@ -10,7 +10,7 @@ use std::time::Instant;
 use cudarc::driver::{CudaEvent, DriverError, sys};
 use residency::{Bytes, Component, HostMemory, HostShare, Part};
 
-use super::arriving::{Arriving, Unread};
+use super::arriving::{self, Unread};
 use super::host_blocks::{self, HostBlocks, RunTo};
 use super::placer::Places;
 use super::pool::is_out_of_memory;
@@ -608,7 +608,7 @@ impl CudaCard {
         let runs = runs.collect();
         let arriving = match unread.is_empty() {
             true => None,
-            false => Some(Arriving::new(&self.context, unread, Arc::clone(&source))?),
+            false => Some(arriving::of_unread(&self.context, unread, Arc::clone(&source))?),
         };
         let from = (source, Arc::clone(shared));
         let stream = CudaWeightStream::new(&placement.streamed, runs, arriving, from, on)?;
@@ -758,11 +758,12 @@ impl CudaCard {
         }
         let mut timeline = Timeline::begin("unload");
         let stopped = held.stream.as_ref().map_or(Ok(()), |stream| stream.stop());
-        let settled = stopped.and_then(|()| self.settle());
-        if let Err(error) = self.latch(settled) {
+        if let Err(error) = stopped.and_then(|()| self.settle().map_err(lost)) {
             // Copies to it may be under way.
             std::mem::forget(held);
-            return Err(error);
+            let why = error.to_string();
+            self.lost.get_or_insert_with(|| why.clone());
+            return Err(GpuError::Lost(why));
         }
         timeline.part("synchronise");
         let PartedComponent {

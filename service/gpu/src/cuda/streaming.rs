@@ -212,7 +212,7 @@ impl CudaWeightStream {
     ///
     /// # Errors
     /// The card is lost.
-    pub(super) fn stop(&self) -> Result<(), DriverError> {
+    pub(super) fn stop(&self) -> Result<(), LoadError> {
         self.arriving.as_ref().map_or(Ok(()), Arriving::stop)
     }
 
