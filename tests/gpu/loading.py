@@ -101,7 +101,7 @@ def load(bench: Bench) -> None:
     inside, outside = [], []
     with bench.serve() as running:
         client = running.client
-        # A service hashes files that it has not seen, and that reads the machine's memory as fast as a load does.
+        # A service hashes files that it has not seen, which reads memory as fast as a load does.
         wait_for_hashes(client, checkpoints.MODELS[: bench.models_made])
         size = component_bytes(client, model, "transformer")
         for _ in range(bench.scale.load_rounds):
