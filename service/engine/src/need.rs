@@ -130,8 +130,7 @@ impl Need {
 
     /// How often it goes over the blocks of its components. What is loaded for later stages is worth what it costs.
     pub(crate) fn passes(&self) -> u32 {
-        let passes = |plan: &StagePlan| plan.steps.max(1).saturating_mul(plan.passes.in_step.max(1));
-        self.plan.as_ref().map_or(u32::MAX, passes)
+        self.plan.as_ref().map_or(u32::MAX, passes_of)
     }
 
     /// The components that must be resident for one way to run it.
@@ -173,6 +172,11 @@ pub(crate) fn named(names: &[String], all: &[Component]) -> Vec<Component> {
         .iter()
         .filter_map(|name| all.iter().find(|component| component.name == *name));
     found.cloned().collect()
+}
+
+/// Passes of a stage over all blocks of its components, in all of its steps.
+pub(crate) fn passes_of(plan: &StagePlan) -> u32 {
+    plan.steps.max(1).saturating_mul(plan.passes.in_step.max(1))
 }
 
 #[cfg(test)]

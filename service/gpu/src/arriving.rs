@@ -1,10 +1,11 @@
-//! Blocks that have a place of their own on the card and are left to the first pass over them. From the moment at which a stage takes the
+//! Blocks that have a place of their own on the card and are left to the first pass over them. Once a stage has taken the
 //! component, a thread reads them in the order of their use, all in one read, while the stage computes with those before them: the card's
-//! own thread would read one block, wait for its last copy to be queued, queue its work, and only then begin the next. What copies to a
-//! card is one thread's at a time, so nothing is read between stages, in which other components come to the card. Where other blocks of
+//! own thread would read one block, wait for its last copy to be queued, queue its work, and only then begin the next. The lanes that
+//! copy to a card serve one thread at a time, so nothing is read between stages, when other components come to the card. Where other blocks of
 //! the component pass through the ring, the card's own thread reads both, in the order of their use.
 //!
-//! This is who waits for whom; how blocks are read is [`ReadsBlocks`], so that it is tested without a card.
+//! [`Arriving`] decides who waits for which block. How blocks are read is behind [`ReadsBlocks`], so that the waits are tested without a
+//! card.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -20,8 +21,8 @@ use crate::load::LoadError;
 /// Blocks that are not there yet.
 pub(crate) type Unread<B> = BTreeMap<BlockPlace, B>;
 
-/// Is told that copies of so many bytes of these blocks are queued; the function before it has the later copies of the card wait for
-/// them.
+/// Takes note that copies of so many bytes of these blocks are queued. Its first argument makes events that are recorded later come after
+/// these copies.
 pub(crate) type Told<'a> =
     &'a (dyn Fn(&dyn Fn() -> Result<(), LoadError>, &[(BlockPlace, Bytes)]) -> Result<(), LoadError> + Sync);
 
@@ -29,10 +30,10 @@ pub(crate) type Told<'a> =
 pub(crate) trait ReadsBlocks: Send + Sync + 'static {
     /// What is read of a block.
     type Block: Clone + Send;
-    /// A moment of the card's work: when all copies before it are over.
-    type Moment: Send;
-    /// Work of the card that waits.
-    type Work;
+    /// Happens when all copies before it are over.
+    type Event: Send;
+    /// A queue of work of the card, which can wait for events.
+    type Stream;
 
     /// Bytes of a block.
     fn bytes(&self, block: &Self::Block) -> Bytes;
@@ -55,17 +56,17 @@ pub(crate) trait ReadsBlocks: Send + Sync + 'static {
     /// [`LoadError::Damaged`] if they are not.
     fn check(&self) -> Result<(), LoadError>;
 
-    /// Makes this the moment after all copies that are queued now.
+    /// Records an event after all copies that are queued now.
     ///
     /// # Errors
     /// The card is lost.
-    fn record(&self, moment: &Self::Moment) -> Result<(), LoadError>;
+    fn record(&self, event: &Self::Event) -> Result<(), LoadError>;
 
-    /// Has later work wait for a moment.
+    /// Has what is queued later on `then` wait for an event.
     ///
     /// # Errors
     /// The card is lost.
-    fn wait(&self, work: &Self::Work, moment: &Self::Moment) -> Result<(), LoadError>;
+    fn wait(&self, then: &Self::Stream, event: &Self::Event) -> Result<(), LoadError>;
 
     /// Waits until no copy is under way.
     ///
@@ -93,8 +94,8 @@ struct Shared<R: ReadsBlocks> {
 struct Arrivals<R: ReadsBlocks> {
     /// Blocks that are not queued whole.
     unread: BTreeMap<BlockPlace, UnreadBlock<R>>,
-    /// Blocks whose copies are queued, with the moment after the last of them, until somebody waits for it.
-    queued: BTreeMap<BlockPlace, R::Moment>,
+    /// Blocks whose copies are queued, with the event after the last of them, until somebody waits for it.
+    queued: BTreeMap<BlockPlace, R::Event>,
     /// Whether a thread was started that has not ended its read.
     is_reading: bool,
     /// Why the last read ended early, until somebody who waits is told.
@@ -105,7 +106,7 @@ struct UnreadBlock<R: ReadsBlocks> {
     block: R::Block,
     /// Bytes of which no copy is queued in the read that is under way.
     left: Bytes,
-    arrived: R::Moment,
+    arrived: R::Event,
 }
 
 impl<R: ReadsBlocks> std::fmt::Debug for Arriving<R> {
@@ -115,8 +116,8 @@ impl<R: ReadsBlocks> std::fmt::Debug for Arriving<R> {
 }
 
 impl<R: ReadsBlocks> Arriving<R> {
-    /// These blocks, of which nothing is read yet, each with a moment that is its own.
-    pub(crate) fn new(reads: R, blocks: impl IntoIterator<Item = (BlockPlace, R::Block, R::Moment)>) -> Self {
+    /// These blocks, of which nothing is read yet, each with an event of its own.
+    pub(crate) fn new(reads: R, blocks: impl IntoIterator<Item = (BlockPlace, R::Block, R::Event)>) -> Self {
         let unread = blocks.into_iter().map(|(place, block, arrived)| {
             let left = Bytes::ZERO;
             (place, UnreadBlock { block, left, arrived })
@@ -171,15 +172,15 @@ impl<R: ReadsBlocks> Arriving<R> {
         Ok(())
     }
 
-    /// Has `work` wait for a block, and returns when its copies are queued. If nobody reads it, a thread begins to.
+    /// Has `then` wait for a block, and returns when its copies are queued. If nobody reads it, a thread begins to.
     ///
     /// # Errors
     /// Those of the read.
-    pub(crate) fn wait_for(&self, place: BlockPlace, work: &R::Work) -> Result<(), LoadError> {
+    pub(crate) fn wait_for(&self, place: BlockPlace, then: &R::Stream) -> Result<(), LoadError> {
         let mut arrivals = self.shared.arrivals();
         loop {
             if let Some(arrived) = arrivals.queued.remove(&place) {
-                return self.shared.reads.wait(work, &arrived);
+                return self.shared.reads.wait(then, &arrived);
             }
             if !arrivals.unread.contains_key(&place) {
                 return Ok(());
@@ -199,24 +200,24 @@ impl<R: ReadsBlocks> Arriving<R> {
         }
     }
 
-    /// Reads a block, unless it was read, and has `work` wait for it. For components of which other blocks are read for each pass: whoever
+    /// Reads a block, unless it was read, and has `then` wait for it. For components of which other blocks are read for each pass: whoever
     /// computes reads both, in the order of their use.
     ///
     /// # Errors
     /// Those of the read.
-    pub(crate) fn read_one(&self, place: BlockPlace, work: &R::Work) -> Result<(), LoadError> {
+    pub(crate) fn read_one(&self, place: BlockPlace, then: &R::Stream) -> Result<(), LoadError> {
         let is_unread = self.shared.arrivals().unread.contains_key(&place);
         if is_unread {
             self.shared.read(Some(place));
         }
-        self.wait_for(place, work)
+        self.wait_for(place, then)
     }
 
-    /// Has `work` wait for all blocks that are still to come.
+    /// Has `then` wait for all blocks that are still to come.
     ///
     /// # Errors
     /// Those of the read.
-    pub(crate) fn wait_for_all(&self, work: &R::Work) -> Result<(), LoadError> {
+    pub(crate) fn wait_for_all(&self, then: &R::Stream) -> Result<(), LoadError> {
         let places: Vec<BlockPlace> = {
             let arrivals = self.shared.arrivals();
             let all = arrivals.unread.keys().chain(arrivals.queued.keys());
@@ -224,7 +225,7 @@ impl<R: ReadsBlocks> Arriving<R> {
         };
         places
             .into_iter()
-            .try_for_each(|place| self.wait_for(place, work))
+            .try_for_each(|place| self.wait_for(place, then))
     }
 
     /// Ends the read that is under way, if any: no stage wants the blocks now. The next one that does begins again, and is told nothing of
@@ -320,7 +321,7 @@ impl<R: ReadsBlocks> Shared<R> {
         parts: &[(BlockPlace, Bytes)],
     ) -> Result<(), LoadError> {
         let mut arrivals = self.arrivals();
-        // Nothing that is queued meanwhile comes before it: the moment of a block is after all of its parts.
+        // Nothing that is queued meanwhile comes before it: the event of a block is after all of its parts.
         follow()?;
         let mut is_changed = false;
         for (place, bytes) in parts {
@@ -344,7 +345,7 @@ impl<R: ReadsBlocks> Shared<R> {
     /// All copies of a block are queued.
     fn queue(&self, arrivals: &mut Arrivals<R>, place: BlockPlace) -> Result<(), LoadError> {
         if let Some(unread) = arrivals.unread.get(&place) {
-            // Before it counts as queued: a block without its moment would be waited for by nobody.
+            // Before it counts as queued: a block without its event would be waited for by nobody.
             self.reads.record(&unread.arrived)?;
         }
         if let Some(unread) = arrivals.unread.remove(&place) {
@@ -386,7 +387,7 @@ mod tests {
     /// Reads a part whenever a test lets it, and counts what is under way.
     struct Fake {
         allowed: Mutex<Receiver<Part>>,
-        /// Copies that are queued, and those that every moment so far is after.
+        /// Copies that are queued.
         queued: AtomicUsize,
         reads: AtomicUsize,
         is_lost: AtomicBool,
@@ -399,14 +400,14 @@ mod tests {
         Panicked,
     }
 
-    /// Copies that were queued when a moment was recorded.
-    type Moment = AtomicUsize;
+    /// Copies that were queued when it was recorded.
+    type Event = AtomicUsize;
 
     impl ReadsBlocks for Arc<Fake> {
         type Block = u64;
-        type Moment = Moment;
+        type Event = Event;
         /// The most copies that it has waited for.
-        type Work = AtomicUsize;
+        type Stream = AtomicUsize;
 
         fn bytes(&self, block: &u64) -> Bytes {
             Bytes(*block)
@@ -448,13 +449,13 @@ mod tests {
             }
         }
 
-        fn record(&self, moment: &Moment) -> Result<(), LoadError> {
-            moment.store(self.queued.load(Relaxed), Relaxed);
+        fn record(&self, event: &Event) -> Result<(), LoadError> {
+            event.store(self.queued.load(Relaxed), Relaxed);
             Ok(())
         }
 
-        fn wait(&self, work: &AtomicUsize, moment: &Moment) -> Result<(), LoadError> {
-            work.fetch_max(moment.load(Relaxed), Relaxed);
+        fn wait(&self, then: &AtomicUsize, event: &Event) -> Result<(), LoadError> {
+            then.fetch_max(event.load(Relaxed), Relaxed);
             Ok(())
         }
 
@@ -472,7 +473,7 @@ mod tests {
         arriving: Arriving<Arc<Fake>>,
         fake: Arc<Fake>,
         allow: SyncSender<Part>,
-        work: AtomicUsize,
+        stream: AtomicUsize,
     }
 
     fn bench() -> Bench {
@@ -483,12 +484,12 @@ mod tests {
             reads: AtomicUsize::new(0),
             is_lost: AtomicBool::new(false),
         });
-        let blocks = (0..BLOCKS).map(|number| (block(number), PARTS, Moment::new(0)));
+        let blocks = (0..BLOCKS).map(|number| (block(number), PARTS, Event::new(0)));
         Bench {
             arriving: Arriving::new(Arc::clone(&fake), blocks),
             fake,
             allow,
-            work: AtomicUsize::new(0),
+            stream: AtomicUsize::new(0),
         }
     }
 
@@ -500,17 +501,17 @@ mod tests {
         }
 
         fn wait_for(&self, number: usize) -> Result<(), LoadError> {
-            self.arriving.wait_for(block(number), &self.work)
+            self.arriving.wait_for(block(number), &self.stream)
         }
 
-        /// Copies that the work so far waits for.
+        /// Copies that the stream waits for.
         fn waited_for(&self) -> u64 {
-            self.work.load(Relaxed) as u64
+            self.stream.load(Relaxed) as u64
         }
     }
 
     #[test]
-    fn work_waits_for_all_parts_of_a_block_and_for_no_block_after_it() {
+    fn a_stream_waits_for_all_parts_of_a_block_and_for_no_block_after_it() {
         let bench = bench();
         bench.arriving.begin().unwrap();
         for number in 0..BLOCKS {
@@ -535,7 +536,7 @@ mod tests {
         }
         assert!(bench.arriving.has_unread());
         bench.allow(PARTS);
-        bench.arriving.wait_for_all(&bench.work).unwrap();
+        bench.arriving.wait_for_all(&bench.stream).unwrap();
         assert!(bench.arriving.is_over());
     }
 
@@ -568,7 +569,7 @@ mod tests {
         let bench = bench();
         bench.allow(PARTS * 2);
         for number in [3, 1, 3] {
-            bench.arriving.read_one(block(number), &bench.work).unwrap();
+            bench.arriving.read_one(block(number), &bench.stream).unwrap();
         }
         assert_eq!(bench.waited_for(), PARTS * 2);
         assert_eq!(bench.fake.reads.load(Relaxed), 2);

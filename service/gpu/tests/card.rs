@@ -104,6 +104,14 @@ fn a_load_copies_every_number_and_an_unload_frees_every_byte() {
     }
 }
 
+/// The numbers of a tensor, as f32, bit by bit.
+fn bits(tensor: candle_core::Tensor) -> Vec<u32> {
+    let tensor = tensor.to_device(&Device::Cpu).unwrap();
+    let numbers = tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
+    let numbers = numbers.to_vec1::<f32>().unwrap();
+    numbers.into_iter().map(f32::to_bits).collect()
+}
+
 /// Every number of a component on the card is the one that is loaded into system memory.
 fn assert_like_the_system(card: &dyn Gpu, component: &Component, plan: &LoadPlan) {
     let mut system = CpuCard::new(CpuSettings::default()).unwrap();
@@ -113,15 +121,6 @@ fn assert_like_the_system(card: &dyn Gpu, component: &Component, plan: &LoadPlan
     let here = card.tensors(&component.id).unwrap();
     let right = system.tensors(&component.id).unwrap();
     for name in right.names() {
-        let bits = |tensor: candle_core::Tensor| -> Vec<u32> {
-            let numbers = tensor
-                .to_device(&Device::Cpu)
-                .unwrap()
-                .to_dtype(DType::F32)
-                .unwrap();
-            let numbers = numbers.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-            numbers.into_iter().map(f32::to_bits).collect()
-        };
         let (here, right) = (here.get(name).unwrap(), right.get(name).unwrap());
         let dtype = right.dtype();
         assert_eq!(here.dtype(), dtype, "{name}");
@@ -299,16 +298,6 @@ fn plan_in_blocks(file: &Path, target: DType) -> LoadPlan {
 
 /// Goes over all blocks several times, and holds every number of each against the right one.
 fn assert_streams(card: &dyn Gpu, component: &Component, right: &ComponentTensors) {
-    let bits = |tensor: candle_core::Tensor| -> Vec<u32> {
-        let tensor = tensor.to_device(&Device::Cpu).unwrap();
-        let numbers = tensor.to_dtype(DType::F32).unwrap().flatten_all().unwrap();
-        numbers
-            .to_vec1::<f32>()
-            .unwrap()
-            .into_iter()
-            .map(f32::to_bits)
-            .collect()
-    };
     let here = card.tensors(&component.id).unwrap();
     let stream = here.stream();
     let orders: [&[usize]; 3] = [
@@ -386,25 +375,7 @@ fn plan_in_large_blocks(file: &Path, target: DType) -> LoadPlan {
 
 /// Whether the weights of a block are those of the file, as `right` has them.
 fn is_there(here: &ComponentTensors, right: &ComponentTensors, number: usize) -> bool {
-    let is_equal = |name: String| {
-        let difference = right.get(&name).unwrap().to_dtype(DType::F32).unwrap()
-            - here
-                .get(&name)
-                .unwrap()
-                .to_device(&Device::Cpu)
-                .unwrap()
-                .to_dtype(DType::F32)
-                .unwrap();
-        let most = difference
-            .unwrap()
-            .abs()
-            .unwrap()
-            .flatten_all()
-            .unwrap()
-            .max(0)
-            .unwrap();
-        most.to_scalar::<f32>().unwrap() == 0.0
-    };
+    let is_equal = |name: String| bits(here.get(&name).unwrap()) == bits(right.get(&name).unwrap());
     ["up", "down"]
         .into_iter()
         .all(|part| is_equal(format!("{number}.{part}")))

@@ -675,8 +675,8 @@ impl CardRecord {
         true
     }
 
-    /// Predicted seconds until it could start something. A worker that has been absent for long is expected to be so for as long again: it
-    /// may never come back.
+    /// Predicted seconds until it could start something. A worker that has been absent for long is expected to stay away for as long
+    /// again: it may never come back.
     pub(super) fn busy_seconds(&self, now: Instant) -> f64 {
         let absent = self
             .absence

@@ -4,12 +4,11 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use model::StagePlan;
-
 use super::learned::StageKey;
 use super::record::{JobRecord, State};
 use super::view::View;
 use crate::job::{JobId, JobOptions};
+use crate::need::passes_of;
 
 /// Assumed duration of a stage until one like it has run, in milliseconds.
 const STAGE_MS: f64 = 1_000.0;
@@ -150,18 +149,12 @@ impl View<'_> {
                 _ => (ms, true),
             };
         }
-        let computing_ms = card
-            .zip(stage)
-            .and_then(|(card, stage)| self.computing_ms(stage, card));
+        let computing_ms = |(card, stage)| {
+            let ms = 1000.0 * self.computing_seconds(stage, card)?;
+            Some(ms * f64::from(passes_of(stage)))
+        };
+        let computing_ms = card.zip(stage).and_then(computing_ms);
         (STAGE_MS.max(computing_ms.unwrap_or(0.0)), false)
-    }
-
-    /// Milliseconds that the operations of a stage take on a card, if the family says how many they are and the card how fast it is.
-    fn computing_ms(&self, stage: &StagePlan, card: usize) -> Option<f64> {
-        let card = &self.cards[card];
-        let of_pass = stage.passes.flops.on_card(card.description.has_fp8_products());
-        let passes = f64::from(stage.steps.max(1)) * f64::from(stage.passes.in_step.max(1));
-        Some(passes * of_pass as f64 * 1000.0 / card.speeds.flops.filter(|speed| *speed > 0)? as f64)
     }
 
     /// Predicted seconds until each card has finished its current job.

@@ -1,5 +1,6 @@
 //! The predicted time of stages on a card, with and without what is streamed to it.
 
+use model::StagePlan;
 use residency::{Bytes, Component, Part, StageSeconds, StageTime};
 
 use super::learned::PassTime;
@@ -20,15 +21,21 @@ impl View<'_> {
     ) -> Option<PassTime> {
         let plan = need.plan.as_ref()?;
         let learned = self.learned.pass_seconds(&job.stage_key(index)?, card);
-        let card_of = &self.cards[card];
-        let flops = plan.passes.flops.on_card(card_of.description.has_fp8_products());
-        let by_flops = || Some(flops as f64 / card_of.speeds.flops? as f64);
+        let by_flops = || self.computing_seconds(plan, card);
         let pass_seconds = learned.or_else(|| by_flops().filter(|seconds| *seconds > 0.0))?;
         Some(PassTime {
             pass_seconds,
             passes: need.passes(),
             passes_in_step: plan.passes.in_step,
         })
+    }
+
+    /// Seconds that the operations of a pass of a stage take on a card, if it is known how fast the card is; zero where the family does not
+    /// say how many they are.
+    pub(super) fn computing_seconds(&self, plan: &StagePlan, card: usize) -> Option<f64> {
+        let card = &self.cards[card];
+        let flops = plan.passes.flops.on_card(card.description.has_fp8_products());
+        Some(flops as f64 / card.speeds.flops.filter(|speed| *speed > 0)? as f64)
     }
 
     /// The time of a step's stage with these parts of its components, as far as the speeds of the card are known.

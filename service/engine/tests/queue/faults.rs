@@ -50,7 +50,7 @@ async fn a_stage_is_retried_once_after_its_worker_dies() {
 
 /// What a stage took on one card counts on another by the speeds of both. A card that stays away for long is expected to stay away.
 #[tokio::test(start_paused = true)]
-async fn a_job_waits_for_the_card_that_is_lost_rather_than_for_a_slow_one_unless_it_stays_away() {
+async fn a_job_waits_for_its_lost_card_rather_than_run_on_a_slow_one_unless_the_card_stays_away() {
     let teraflops = |count: u64| CardSpeeds {
         link: None,
         flops: Some(count * 1_000_000_000_000),
@@ -87,9 +87,9 @@ async fn a_job_waits_for_the_card_that_is_lost_rather_than_for_a_slow_one_unless
     }
 }
 
-/// A GPU that is still starting is no slower than a CPU that is there already.
+/// A CPU that is ready takes no stage that is done sooner on a GPU that still starts.
 #[tokio::test(start_paused = true)]
-async fn a_stage_that_nobody_ran_waits_for_a_card_that_starts_rather_than_for_its_operations_on_a_slow_one() {
+async fn a_new_stage_waits_for_a_card_that_starts_rather_than_run_on_a_slow_one() {
     let (queue, mut workers) = start(Settings::default(), 2);
     let (mut slow, mut fast) = (workers.remove(1), workers.remove(0));
     slow.speeds.flops = Some(SAMPLE_FLOPS / 1000);

@@ -42,8 +42,8 @@ pub(super) fn of_unread(
 
 impl ReadsBlocks for ReadByLanes {
     type Block = Vec<ReadTo>;
-    type Moment = CudaEvent;
-    type Work = CudaStream;
+    type Event = CudaEvent;
+    type Stream = CudaStream;
 
     fn bytes(&self, block: &Vec<ReadTo>) -> Bytes {
         block.iter().map(|tensor| tensor.source.bytes_on_card()).sum()
@@ -72,12 +72,12 @@ impl ReadsBlocks for ReadByLanes {
         reader::check_unchanged(&self.files.files)
     }
 
-    fn record(&self, moment: &CudaEvent) -> Result<(), LoadError> {
-        moment.record(&self.copies).map_err(lost)
+    fn record(&self, event: &CudaEvent) -> Result<(), LoadError> {
+        event.record(&self.copies).map_err(lost)
     }
 
-    fn wait(&self, work: &CudaStream, moment: &CudaEvent) -> Result<(), LoadError> {
-        work.wait(moment).map_err(lost)
+    fn wait(&self, then: &CudaStream, event: &CudaEvent) -> Result<(), LoadError> {
+        then.wait(event).map_err(lost)
     }
 
     fn settle(&self) -> Result<(), LoadError> {

@@ -737,8 +737,8 @@ impl CudaCard {
         reader::report_progress(progress, grown, grown).or(Ok(()))
     }
 
-    /// Drops tensors whose memory is a region's. Each takes a number of the activations' memory for a moment, in the place of its own:
-    /// afterwards activations have as much memory as before.
+    /// Drops tensors whose memory is a region's, and leaves the activations as much memory as before: for each tensor that is dropped a
+    /// single number is allocated there, and freed ([`Unowned`]).
     fn drop_unowned(&self, tensors: Arc<ComponentTensors>) -> Result<(), DriverError> {
         let had = self.activations.mapped();
         drop(tensors);

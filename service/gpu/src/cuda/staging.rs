@@ -283,10 +283,7 @@ impl Staging {
         };
         let lanes = (1..=all).rev().find(fits).unwrap_or(1);
         let Some(size) = self.workspace_size(&makings, lanes) else {
-            return Ok(Temporary {
-                workspace: None,
-                lanes: all,
-            });
+            return Ok(self.no_workspace());
         };
         if lanes < all {
             tracing::info!(lanes, all, "little memory is left to quantize in");
@@ -300,6 +297,14 @@ impl Staging {
             workspace: Some(workspace),
             lanes,
         })
+    }
+
+    /// For loads of which nothing is quantized: all lanes, without memory.
+    fn no_workspace(&self) -> Temporary {
+        Temporary {
+            workspace: None,
+            lanes: self.lanes.len(),
+        }
     }
 
     /// Frees temporary memory. No load uses it any more.
@@ -346,11 +351,7 @@ impl Staging {
         if self.min_workspace(reading.sources)? > Bytes::ZERO {
             return self.load(reading, &mut made, room, &mut go_on);
         }
-        let temporary = Temporary {
-            workspace: None,
-            lanes: self.lanes.len(),
-        };
-        self.read(&temporary, reading, &mut made, &mut go_on, None)?;
+        self.read(&self.no_workspace(), reading, &mut made, &mut go_on, None)?;
         for lane in &mut self.lanes {
             lane.queued.record(&lane.stream).map_err(lost)?;
             then.wait(&lane.queued).map_err(lost)?;
@@ -367,14 +368,10 @@ impl Staging {
         progress: Progress<'_>,
     ) -> Result<(), LoadError> {
         let mut made = Vec::with_capacity(reading.sources.len());
-        let temporary = Temporary {
-            workspace: None,
-            lanes: self.lanes.len(),
-        };
         // Whoever waited for the lanes may not want the read any more.
         let total = reading.sources.iter().map(TensorSource::bytes_on_card).sum();
         reader::report_progress(progress, Bytes::ZERO, total)?;
-        self.read(&temporary, reading, &mut made, progress, Some(follower))
+        self.read(&self.no_workspace(), reading, &mut made, progress, Some(follower))
     }
 
     /// Allocates every source from `memory` and fills it. Each allocation is pushed to `made` as soon as it exists, even if the

@@ -236,7 +236,7 @@ impl Core {
         let looks = self.jobs.values().filter_map(next_look);
         let hangs = self.cards.iter().filter_map(|card| card.hung_at(&self.settings));
         let absences = self.cards.iter().filter_map(CardRecord::next_look);
-        let waits = self.could_go_elsewhere();
+        let absences = absences.filter(|_| self.could_go_elsewhere());
         let drain = self.drain.as_ref().filter(|drain| !drain.cancelled);
         let watches_replies = self.unloads.iter().any(PendingUnload::is_asked_for);
         let expiries = [
@@ -252,7 +252,7 @@ impl Core {
         deadlines
             .chain(looks)
             .chain(hangs)
-            .chain(absences.filter(|_| waits))
+            .chain(absences)
             .chain(expiries.into_iter().flatten())
             .min()
     }
@@ -334,8 +334,10 @@ impl Core {
         self.unload_idle_entries(now);
         self.stop_unread_jobs(now);
         self.stop_late_jobs(now);
-        let is_time = self.cards.iter_mut().map(|card| card.takes_look(now));
-        let is_time = is_time.fold(false, |any, one| any | one);
+        let mut is_time = false;
+        for card in &mut self.cards {
+            is_time |= card.takes_look(now);
+        }
         self.replan |= is_time && self.could_go_elsewhere();
         for job in self.jobs.values_mut() {
             self.replan |= next_look(job).is_some_and(|at| at <= now);
