@@ -88,6 +88,19 @@ def test_equal_models_go_to_one_box_and_others_to_others(proxy: Proxy, boxes: Bo
     assert len(set.union(*used.values())) > 1, used
 
 
+def test_a_proxy_that_starts_again_sends_models_to_the_same_boxes(
+    kind: str, boxes: Boxes, tmp_path: Path
+) -> None:
+    used = []
+    for start in range(6):
+        with running(kind, tmp_path / str(start), boxes) as proxy, proxy.client() as client:
+            # Right away, with no second in which it could come to know of a box.
+            made = [client.generate_image("x", model=model, **SMALL) for model in MODELS]
+            addresses = [client.box_of(each.job_id) for each in made]
+        used.append(tuple(addresses))
+    assert len(set(used)) == 1, used
+
+
 def test_a_model_that_is_busy_goes_to_a_second_box(proxy: Proxy, boxes: Boxes) -> None:
     with proxy.client() as client, ThreadPoolExecutor(12) as threads:
         for model in ("slow", *MODELS):
