@@ -254,7 +254,7 @@ class JobOptions(google.protobuf.message.Message):
     allow_low_memory: builtins.bool
     """Run a stage even if memory is short for it. If it then runs out of memory, only this job fails."""
     card: builtins.str
-    """Prefer this card. A hint: another is taken when this one is lost."""
+    """Prefer this card. A hint: while it is lost, the job may run on any other."""
     idempotency_key: builtins.str
     """A second request with the same key, from the same address, joins the first's job instead of starting another."""
     detach: builtins.bool
