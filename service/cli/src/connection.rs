@@ -1,5 +1,6 @@
 //! The connection to a running service, and its errors with remedies.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::future::poll_fn;
 use std::net::SocketAddr;
@@ -400,6 +401,8 @@ pub(crate) struct Refusal {
     pub(super) reason: String,
     /// The id of the missing model; empty for other errors.
     pub(super) model: String,
+    /// Options whose fields are wrong, where their names differ.
+    options: Vec<&'static str>,
     shortfall: Option<v1::MemoryShortfall>,
     /// After which time the service may not refuse it any more.
     retry_after: Option<Duration>,
@@ -411,6 +414,7 @@ impl Refusal {
             message: status.message().to_owned(),
             reason: format!("{:?}", status.code()).to_uppercase(),
             model: String::new(),
+            options: Vec::new(),
             shortfall: None,
             retry_after: None,
         };
@@ -423,6 +427,11 @@ impl Refusal {
                 }
             } else if any.type_url.ends_with("/moored.v1.MemoryShortfall") {
                 refusal.shortfall = v1::MemoryShortfall::decode(&any.value[..]).ok();
+            } else if any.type_url.ends_with("/google.rpc.BadRequest") {
+                let wrong = pb::BadRequest::decode(&any.value[..]).unwrap_or_default();
+                let fields = wrong.field_violations.iter();
+                refusal.options = fields.filter_map(|wrong| option_of(&wrong.field)).collect();
+                refusal.options.dedup();
             } else if any.type_url.ends_with("/google.rpc.RetryInfo")
                 && let Ok(info) = pb::RetryInfo::decode(&any.value[..])
             {
@@ -447,7 +456,14 @@ impl Refusal {
     }
 
     /// A remedy for people.
-    fn remedy(&self) -> Option<&'static str> {
+    fn remedy(&self) -> Option<Cow<'static, str>> {
+        if !self.options.is_empty() {
+            return Some(format!("the option is {}", self.options.join(", ")).into());
+        }
+        self.remedy_of_reason().map(Cow::Borrowed)
+    }
+
+    fn remedy_of_reason(&self) -> Option<&'static str> {
         Some(match v1::Reason::from_str_name(&self.reason)? {
             v1::Reason::ModelNotFound => {
                 "`moored pull OWNER/NAME` downloads one; models.folders (`moored serve --models FOLDER`) adds folders to look in"
@@ -492,6 +508,25 @@ impl Refusal {
     }
 }
 
+/// Fields of requests, and the options that set them by another name.
+const OPTIONS: [(&str, &str); 8] = [
+    ("adapters", "--lora"),
+    ("beats_per_minute", "--bpm"),
+    ("controls", "--control"),
+    ("end_image", "--end"),
+    ("frames_per_second", "--fps"),
+    ("init_image", "--init"),
+    ("negative_prompt", "--negative"),
+    ("references", "--reference"),
+];
+
+/// The option of a field or of a part of it, as `references[1]`; `None` where it has the field's name.
+fn option_of(field: &str) -> Option<&'static str> {
+    let name = field.split(['[', '.']).next()?;
+    let found = OPTIONS.iter().find(|(of, _)| *of == name);
+    found.map(|(_, option)| *option)
+}
+
 /// When an alternative would fit, in words.
 pub(super) fn when_of(fallback: &v1::Fallback) -> &'static str {
     if fallback.fits_now {
@@ -532,7 +567,11 @@ impl fmt::Display for Refusal {
 
 #[cfg(test)]
 mod tests {
+    use clap::CommandFactory as _;
+    use tonic_types::{ErrorDetails, FieldViolation, StatusExt as _};
+
     use super::*;
+    use crate::arguments::Arguments;
 
     #[tokio::test]
     async fn a_fingerprint_is_refused_where_no_certificate_could_have_it() {
@@ -562,6 +601,46 @@ mod tests {
                 panic!("{refused:?}");
             };
             assert!(told.contains("write https://127.0.0.1:1"), "{told}");
+        }
+    }
+
+    #[test]
+    fn a_refused_field_is_told_by_its_option() {
+        let shown = |fields: &[&str]| {
+            let wrong = fields
+                .iter()
+                .map(|field| FieldViolation::new(*field, "is missing"));
+            let details = ErrorDetails::with_bad_request(wrong.collect::<Vec<_>>());
+            let status = Status::with_error_details(Code::InvalidArgument, "it is missing", details);
+            Refusal::of(&status).to_string()
+        };
+        assert_eq!(shown(&["init_image"]), "it is missing\n  the option is --init");
+        assert_eq!(
+            shown(&["references[0]", "references[1]", "controls[0].scale"]),
+            "it is missing\n  the option is --reference, --control"
+        );
+        assert_eq!(shown(&["width", "model.id"]), "it is missing");
+    }
+
+    #[test]
+    fn options_of_other_names_are_those_of_the_command_line_and_of_requests() {
+        let command = Arguments::command();
+        let arguments = ["generate", "play"].map(|name| command.find_subcommand(name).unwrap());
+        let arguments: Vec<_> = arguments.iter().flat_map(|of| of.get_arguments()).collect();
+        let files = prost_types::FileDescriptorSet::decode(v1::DESCRIPTORS)
+            .unwrap()
+            .file;
+        let messages = files.iter().flat_map(|file| &file.message_type);
+        let fields: Vec<_> = messages.flat_map(|message| &message.field).collect();
+        for (field, option) in OPTIONS {
+            let is_option = |argument: &&clap::Arg| argument.get_long() == option.strip_prefix("--");
+            assert!(arguments.iter().any(is_option), "{option}");
+            assert!(fields.iter().any(|each| each.name() == field), "{field}");
+            let has_its_name = |argument: &&clap::Arg| {
+                let long = argument.get_long().unwrap_or_default();
+                long.replace('-', "_") == field
+            };
+            assert!(!arguments.iter().any(has_its_name), "{field}");
         }
     }
 
