@@ -259,6 +259,24 @@ fn scratch_is_measured_and_slack_is_trimmed() {
 }
 
 #[test]
+fn what_becomes_a_graph_gets_no_memory_that_others_have_when_it_runs() {
+    use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstreamCaptureMode as Mode};
+
+    let Some(card) = card() else { return };
+    let Device::Cuda(device) = card.device() else {
+        panic!("a CUDA device")
+    };
+    let stream = device.cuda_stream();
+    stream
+        .begin_capture(Mode::CU_STREAM_CAPTURE_MODE_RELAXED)
+        .unwrap();
+    let made = stream.alloc_zeros::<f32>(1000);
+    let ended = stream.end_capture(Flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
+    assert!(made.is_err() && ended.is_ok());
+    stream.alloc_zeros::<f32>(1000).unwrap();
+}
+
+#[test]
 fn the_largest_allocation_is_found_by_probing() {
     let Some(mut card) = card() else { return };
     let free = card.memory().unwrap().free;

@@ -307,6 +307,10 @@ pub(super) unsafe extern "C" fn cuMemAllocAsync(
         // SAFETY: the caller's promise.
         return unsafe { allocate(pointer, bytes, stream) };
     };
+    // A graph would have the address when the memory is another's.
+    if is_capturing(stream) {
+        return sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    }
     let allocated = of_stream.arena().allocate(bytes as u64);
     match allocated {
         Ok(offset) => {
@@ -316,6 +320,14 @@ pub(super) unsafe extern "C" fn cuMemAllocAsync(
         }
         Err(error) => error.0,
     }
+}
+
+/// Whether what a stream is given becomes a graph, to run later.
+fn is_capturing(stream: sys::CUstream) -> bool {
+    let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+    // SAFETY: the stream is alive, and the call writes one number.
+    let asked = unsafe { sys::cuStreamIsCapturing(stream, &raw mut status) }.result();
+    asked.is_ok() && status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE
 }
 
 /// `cuMemFreeAsync` of the driver API: frees an allocation in the order of `stream`.
