@@ -73,6 +73,15 @@ pub(crate) trait ReadsBlocks: Send + Sync + 'static {
     /// # Errors
     /// The card is lost.
     fn settle(&self) -> Result<(), LoadError>;
+
+    /// Starts the thread that reads.
+    ///
+    /// # Errors
+    /// The system has no thread.
+    fn start(&self, read: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
+        let thread = std::thread::Builder::new().name("moored-arrive".to_owned());
+        thread.spawn(read)
+    }
 }
 
 /// The blocks of one component that are still to come. Dropped, it reads no more.
@@ -150,29 +159,31 @@ impl<R: ReadsBlocks> Arriving<R> {
     }
 
     /// Begins to read all blocks, on a thread of its own.
-    ///
-    /// # Errors
-    /// [`LoadError::Lost`] if the system has no thread.
-    pub(crate) fn begin(&self) -> Result<(), LoadError> {
-        self.begin_with(&mut self.shared.arrivals())
+    pub(crate) fn begin(&self) {
+        self.begin_with(&mut self.shared.arrivals());
     }
 
-    fn begin_with(&self, arrivals: &mut Arrivals<R>) -> Result<(), LoadError> {
+    /// Returns whether a thread reads what is unread.
+    fn begin_with(&self, arrivals: &mut Arrivals<R>) -> bool {
         if arrivals.is_reading || arrivals.unread.is_empty() {
-            return Ok(());
+            return true;
         }
         let shared = Arc::clone(&self.shared);
-        let thread = std::thread::Builder::new().name("moored-arrive".to_owned());
-        let thread = thread.spawn(move || shared.read(None)).map_err(|error| {
-            LoadError::Lost(format!("no thread can be started to read blocks with: {error}"))
-        })?;
+        let thread = match self.shared.reads.start(move || shared.read(None)) {
+            Ok(thread) => thread,
+            Err(error) => {
+                tracing::warn!(%error, "no thread can be started to read blocks with: whoever waits reads them");
+                return false;
+            }
+        };
         arrivals.is_reading = true;
         // The thread before it, if any, has ended its read.
         *self.thread.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread);
-        Ok(())
+        true
     }
 
-    /// Has `then` wait for a block, and returns when its copies are queued. If nobody reads it, a thread begins to.
+    /// Has `then` wait for a block, and returns when its copies are queued. If nobody reads it, a thread begins to; this one reads it if
+    /// the system has no other.
     ///
     /// # Errors
     /// Those of the read.
@@ -191,12 +202,14 @@ impl<R: ReadsBlocks> Arriving<R> {
             if self.shared.is_stopped.load(Relaxed) {
                 return Err(LoadError::Cancelled);
             }
-            self.begin_with(&mut arrivals)?;
-            arrivals = self
-                .shared
-                .changed
-                .wait(arrivals)
-                .unwrap_or_else(PoisonError::into_inner);
+            if self.begin_with(&mut arrivals) {
+                let changed = self.shared.changed.wait(arrivals);
+                arrivals = changed.unwrap_or_else(PoisonError::into_inner);
+            } else {
+                drop(arrivals);
+                self.shared.read(Some(place));
+                arrivals = self.shared.arrivals();
+            }
         }
     }
 
@@ -391,6 +404,7 @@ mod tests {
         queued: AtomicUsize,
         reads: AtomicUsize,
         is_lost: AtomicBool,
+        has_no_thread: AtomicBool,
     }
 
     /// What comes of the next part of a read.
@@ -462,6 +476,13 @@ mod tests {
         fn settle(&self) -> Result<(), LoadError> {
             Ok(())
         }
+
+        fn start(&self, read: impl FnOnce() + Send + 'static) -> std::io::Result<JoinHandle<()>> {
+            match self.has_no_thread.load(Relaxed) {
+                true => Err(std::io::ErrorKind::WouldBlock.into()),
+                false => std::thread::Builder::new().spawn(read),
+            }
+        }
     }
 
     fn block(number: usize) -> BlockPlace {
@@ -483,6 +504,7 @@ mod tests {
             queued: AtomicUsize::new(0),
             reads: AtomicUsize::new(0),
             is_lost: AtomicBool::new(false),
+            has_no_thread: AtomicBool::new(false),
         });
         let blocks = (0..BLOCKS).map(|number| (block(number), PARTS, Event::new(0)));
         Bench {
@@ -513,7 +535,7 @@ mod tests {
     #[test]
     fn a_stream_waits_for_all_parts_of_a_block_and_for_no_block_after_it() {
         let bench = bench();
-        bench.arriving.begin().unwrap();
+        bench.arriving.begin();
         for number in 0..BLOCKS {
             assert!(!bench.arriving.is_over());
             bench.allow(PARTS);
@@ -543,7 +565,7 @@ mod tests {
     #[test]
     fn a_read_that_is_paused_goes_on_with_what_is_left() {
         let bench = bench();
-        bench.arriving.begin().unwrap();
+        bench.arriving.begin();
         let paused_at = PARTS * 2 + 1;
         bench.allow(paused_at);
         while bench.fake.queued.load(Relaxed) < paused_at as usize {
@@ -576,6 +598,21 @@ mod tests {
     }
 
     #[test]
+    fn where_there_is_no_thread_whoever_waits_reads() {
+        let bench = bench();
+        bench.fake.has_no_thread.store(true, Relaxed);
+        bench.arriving.begin();
+        bench.allow(PARTS);
+        bench.wait_for(2).unwrap();
+        assert_eq!(bench.waited_for(), PARTS, "that block alone");
+        bench.allow.send(Part::Failed).unwrap();
+        assert!(matches!(bench.wait_for(0), Err(LoadError::Lost(_))));
+        bench.allow(PARTS * 4);
+        bench.arriving.wait_for_all(&bench.stream).unwrap();
+        assert!(bench.arriving.is_over());
+    }
+
+    #[test]
     fn an_error_is_told_to_whoever_waits_and_the_next_read_begins_anew() {
         for part in [Part::Failed, Part::Panicked] {
             let bench = bench();
@@ -591,7 +628,7 @@ mod tests {
     #[test]
     fn an_error_that_nobody_waited_for_is_not_told_to_the_next_stage() {
         let bench = bench();
-        bench.arriving.begin().unwrap();
+        bench.arriving.begin();
         bench.allow.send(Part::Failed).unwrap();
         while bench.arriving.shared.arrivals().is_reading {
             std::thread::yield_now();
@@ -616,7 +653,7 @@ mod tests {
     #[test]
     fn a_read_that_is_stopped_is_not_waited_for_for_ever() {
         let bench = bench();
-        bench.arriving.begin().unwrap();
+        bench.arriving.begin();
         bench.allow(2);
         bench.arriving.stop().unwrap();
         assert!(matches!(bench.wait_for(0), Err(LoadError::Cancelled)));

@@ -292,9 +292,15 @@ impl CudaCard {
     fn latch<T>(&mut self, result: Result<T, DriverError>) -> Result<T, GpuError> {
         result.map_err(|error| {
             let why = error.to_string();
-            self.lost.get_or_insert_with(|| why.clone());
+            self.lose(&why, ());
             GpuError::Lost(why)
         })
+    }
+
+    /// Records that the card is lost. `held` stays as it is: nothing of a lost card may be touched, not even to free it.
+    fn lose<T>(&mut self, why: &str, held: T) {
+        std::mem::forget(held);
+        self.lost.get_or_insert_with(|| why.to_owned());
     }
 
     /// The driver's figures of the whole card, without those who hold the rest of it.
@@ -463,9 +469,7 @@ impl CudaCard {
                 Ok(Bytes::ZERO)
             }
             Err(LoadError::Lost(why)) => {
-                // Nothing of a lost card may be touched, not even to free it.
-                std::mem::forget(pool);
-                self.lost.get_or_insert_with(|| why.clone());
+                self.lose(&why, pool);
                 Err(LoadError::Lost(why))
             }
             Err(error) => {

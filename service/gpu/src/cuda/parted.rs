@@ -362,9 +362,7 @@ impl CudaCard {
                 Ok(left)
             }
             Err(LoadError::Lost(why)) => {
-                // Nothing of a lost card may be touched, not even to free it.
-                std::mem::forget((region, host));
-                self.lost.get_or_insert_with(|| why.clone());
+                self.lose(&why, (region, host));
                 Err(LoadError::Lost(why))
             }
             Err(error) => {
@@ -634,8 +632,7 @@ impl CudaCard {
             others => Err(LoadError::StillInUse(others)),
         };
         if let Err(LoadError::Lost(why)) = &outcome {
-            std::mem::forget(held);
-            self.lost.get_or_insert_with(|| why.clone());
+            self.lose(why, held);
             return outcome;
         }
         self.parted.insert(component.id.clone(), held);
@@ -759,10 +756,8 @@ impl CudaCard {
         let mut timeline = Timeline::begin("unload");
         let stopped = held.stream.as_ref().map_or(Ok(()), |stream| stream.stop());
         if let Err(error) = stopped.and_then(|()| self.settle().map_err(lost)) {
-            // Copies to it may be under way.
-            std::mem::forget(held);
             let why = error.to_string();
-            self.lost.get_or_insert_with(|| why.clone());
+            self.lose(&why, held);
             return Err(GpuError::Lost(why));
         }
         timeline.part("synchronise");

@@ -186,10 +186,8 @@ impl CudaWeightStream {
 
     /// A stage takes the component: the blocks that are not there yet begin to be read, unless others pass through the ring.
     pub(super) fn begin(&self) {
-        if let Some(arriving) = self.arriving.as_ref().filter(|_| self.index.is_empty())
-            && let Err(error) = arriving.begin()
-        {
-            tracing::warn!(%error, "the first wait for a block tries again");
+        if let Some(arriving) = self.arriving.as_ref().filter(|_| self.index.is_empty()) {
+            arriving.begin();
         }
     }
 
