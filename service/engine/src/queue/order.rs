@@ -117,8 +117,8 @@ impl View<'_> {
     }
 
     /// Milliseconds that a step takes on a card, or (`None`) on the fastest that ran one like it, and whether one like it ran. Where none ran
-    /// on the card, what another took counts by the speeds of both, as a CPU is not as fast as a GPU; if none ran at all, no less
-    /// than its operations take.
+    /// on the card, what another took counts by the speeds of both, as a CPU is not as fast as a GPU; where those are not
+    /// known, or none ran at all, no less than its operations take.
     pub(super) fn expected_step_ms(&self, job: &JobRecord, index: usize, card: Option<usize>) -> (f64, bool) {
         let dtype = card.map(|card| &self.cards[card].description.compute_dtype);
         let Some(dtype) = dtype.or_else(|| job.models.keys().next()) else {
@@ -142,19 +142,22 @@ impl View<'_> {
         if let Some(ms) = here {
             return (ms, true);
         }
-        if let Some((there, ms)) = keys.iter().find_map(|key| self.learned.fastest(key)) {
-            let speeds = card.map(|here| [there, here].map(|card| self.cards[card].speeds.flops));
-            return match speeds {
-                Some([Some(there), Some(here)]) if here > 0 => (ms * there as f64 / here as f64, true),
-                _ => (ms, true),
-            };
-        }
         let computing_ms = |(card, stage)| {
             let ms = 1000.0 * self.computing_seconds(stage, card)?;
             Some(ms * f64::from(passes_of(stage)))
         };
-        let computing_ms = card.zip(stage).and_then(computing_ms);
-        (STAGE_MS.max(computing_ms.unwrap_or(0.0)), false)
+        let computing_ms = || card.zip(stage).and_then(computing_ms).unwrap_or(0.0);
+        if let Some((there, ms)) = keys.iter().find_map(|key| self.learned.fastest(key)) {
+            let Some(here) = card else {
+                return (ms, true);
+            };
+            return match [there, here].map(|card| self.cards[card].speeds.flops) {
+                [Some(there), Some(here)] if here > 0 => (ms * there as f64 / here as f64, true),
+                // The other one has not started since what was learned was kept.
+                _ => (ms.max(computing_ms()), false),
+            };
+        }
+        (STAGE_MS.max(computing_ms()), false)
     }
 
     /// Predicted seconds until each card has finished its current job.

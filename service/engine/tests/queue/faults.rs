@@ -103,6 +103,34 @@ async fn a_new_stage_waits_for_a_card_that_starts_rather_than_run_on_a_slow_one(
     at_rest(&queue).await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn what_was_learned_before_a_restart_sends_no_stage_to_a_slow_card_while_the_fast_one_starts() {
+    let cards = || async {
+        let (queue, mut workers) = start(Settings::default(), 2);
+        workers[1].speeds.flops = Some(SAMPLE_FLOPS / 1000);
+        workers[0].speeds.flops = Some(SAMPLE_FLOPS * 10);
+        (queue, workers.remove(1), workers.remove(0))
+    };
+    let (queue, _, mut fast) = cards().await;
+    fast.ready();
+    settle().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    while fast.try_work().await {}
+    end(&mut job).await.unwrap();
+    let learned = queue.learned().await.unwrap();
+
+    let (queue, mut slow, mut fast) = cards().await;
+    queue.restore_learned(learned).await.unwrap();
+    slow.ready();
+    settle().await;
+    let mut job = queue.submit(picture("a", "me", "a cat")).await.unwrap();
+    assert!(!slow.try_work().await);
+    fast.ready();
+    while fast.try_work().await {}
+    end(&mut job).await.unwrap();
+    at_rest(&queue).await;
+}
+
 async fn accounts(queue: &Queue) -> Accounts {
     queue.status_now().await.cards[0].ledger.accounts()
 }
