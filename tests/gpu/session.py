@@ -4,7 +4,8 @@
 
 It needs the models that `sound.py --parts make` leaves in the folder. One line of JSON for each figure,
 and all of them in the file; `sound_rows.py` makes rows of them. `--parts adapters` times a pass of four
-segments with four different LoRAs beside one of four without, for segments of 10 s, 60 s and 240 s.
+segments with four different LoRAs, and with four prompts, beside one of four alike, for segments of 10 s,
+60 s and 240 s.
 """
 
 from __future__ import annotations
@@ -31,6 +32,12 @@ RANK = 16
 SHARE = 1.10
 """What a pass of four segments with LoRAs may take, of one of four without."""
 PROMPT = "a slow waltz for piano and strings"
+PROMPTS = (
+    PROMPT,
+    "a march",
+    "fast and loud drums with a choir, two guitars and a bass that plays in thirds with the left hand",
+    "an old song about the sea, sung by a woman",
+)
 
 
 def play(
@@ -199,9 +206,14 @@ def write_lora(path: Path, layers: dict[str, tuple[int, int]], seed: int) -> Non
 
 
 def pass_ms(
-    service: Service, seconds: float, names: tuple[str, ...], model: str | moored.ModelRef = MODEL
+    service: Service,
+    seconds: float,
+    names: tuple[str, ...],
+    model: str | moored.ModelRef = MODEL,
+    prompts: tuple[str, ...] = (PROMPT,),
 ) -> float:
-    """The time of a step of four segments, each with the next of these adapters; the median over rounds.
+    """The time of a step of four segments, each with the next of these adapters and prompts; the median
+    over rounds.
 
     Twice as many segments as slots are under way throughout, so that nearly all rounds are of four. A round
     has eight steps: the service tells its time in whole milliseconds.
@@ -211,8 +223,9 @@ def pass_ms(
 
         def next_of(number: int) -> moored.Segment:
             adapters = (moored.Adapter(names[number % len(names)]),) if names else ()
+            prompt = prompts[number % len(prompts)]
             return live.play(
-                PROMPT, lyrics=LYRICS, seconds=seconds, seed=number, steps=steps, adapters=adapters
+                prompt, lyrics=LYRICS, seconds=seconds, seed=number, steps=steps, adapters=adapters
             )
 
         under_way = [next_of(number) for number in range(2 * TOGETHER)]
@@ -226,14 +239,17 @@ def pass_ms(
 
 
 def with_adapters(service: Service) -> None:
-    """A pass of four segments with four LoRAs, beside one of four without."""
+    """A pass of four segments with four LoRAs, or prompts, beside one of four alike."""
     names = tuple(f"rank-{RANK}-{number}" for number in range(TOGETHER))
     for seconds in (SECONDS, 60.0, 240.0):
         without = pass_ms(service, seconds, ())
         adapted = pass_ms(service, seconds, names)
         same = pass_ms(service, seconds, names[:1])
+        prompted = pass_ms(service, seconds, (), prompts=PROMPTS)
         what = f"session: a pass of {TOGETHER} segments of {seconds:.0f} s"
         tell(what, without, "ms", who="moored")
+        of_one = {"of_one": round(prompted / without, 3)}
+        tell(f"{what} with {len(PROMPTS)} prompts", prompted, "ms", who="moored", **of_one)
         tell(f"{what} with one LoRA of rank {RANK}", same, "ms", who="moored")
         more = {"of_without": round(adapted / without, 3), "at_most": SHARE}
         tell(f"{what} with {TOGETHER} LoRAs of rank {RANK}", adapted, "ms", who="moored", **more)

@@ -3,7 +3,7 @@
 mod cpu;
 mod fp8;
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
 pub use fp8::attention_in_fp8;
 
@@ -25,8 +25,9 @@ pub enum Mask<'a> {
     },
     /// All keys, with a bias `[b or 1, h or 1, n or 1, m]` added to the scaled scores, in the dtype of the queries.
     Bias(&'a Tensor),
-    /// The first `lengths[i]` keys of batch item `i`: u32 `[b]`, each at least 1.
-    Lengths(&'a Tensor),
+    /// For the first `queries[i]` queries of batch item `i` its first `keys[i]` keys: u32 `[b]`, each at least 1. What is written for
+    /// further queries is unspecified.
+    Lengths { queries: &'a Tensor, keys: &'a Tensor },
 }
 
 /// Scaled dot-product attention (Vaswani et al. 2017; `torch.nn.functional.scaled_dot_product_attention`), written to
@@ -38,6 +39,10 @@ pub enum Mask<'a> {
 /// When shapes do not match; errors of the device.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out: &Tensor) -> Result<()> {
     check_shapes(q, k, v, out)?;
+    if let Mask::Lengths { queries, keys } = mask {
+        check_lengths(queries, q)?;
+        check_lengths(keys, k)?;
+    }
     log_shape(|| AttentionShape::of(q, k, v, mask, out).map(Planned::Attention));
     #[cfg(feature = "cuda")]
     if q.device().is_cuda() {
@@ -45,6 +50,18 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>,
     }
     cpu::attention(q, k, v, scale, mask, out)?;
     crate::libraries::count_attention_on_cpu();
+    Ok(())
+}
+
+fn check_lengths(lengths: &Tensor, of: &Tensor) -> Result<()> {
+    if lengths.dims() != [of.dim(0)?] || lengths.dtype() != DType::U32 || !lengths.is_contiguous() {
+        candle_core::bail!(
+            "lengths {:?} in {:?} of {:?}",
+            lengths.dims(),
+            lengths.dtype(),
+            of.dims()
+        );
+    }
     Ok(())
 }
 

@@ -78,8 +78,7 @@ impl MaskShape {
         }
     }
 
-    /// The mask of operands of this dtype. `None` for a bias of another dtype or rank; and for lengths, since a plan
-    /// needs those of queries too, which callers do not have.
+    /// The mask of operands of this dtype. `None` for a bias of another dtype or rank.
     fn of(mask: Mask<'_>, dtype: DType) -> Option<MaskShape> {
         match mask {
             Mask::None => Some(MaskShape::None),
@@ -89,7 +88,8 @@ impl MaskShape {
                 dims: bias.dims().try_into().ok()?,
                 strides: bias.layout().stride().try_into().ok()?,
             }),
-            Mask::Bias(_) | Mask::Lengths(_) => None,
+            Mask::Bias(_) => None,
+            Mask::Lengths { .. } => Some(MaskShape::Lengths),
         }
     }
 }

@@ -55,17 +55,11 @@ pub(super) fn attention(
         _ => None,
     };
     let lengths = match mask {
-        Mask::Lengths(lengths) => {
-            let lengths = lengths.to_vec1::<u32>()?;
-            if lengths.len() != batch {
-                candle_core::bail!("{} lengths of keys for {batch} batches", lengths.len());
-            }
-            lengths
-        }
+        Mask::Lengths { keys, .. } => keys.to_vec1::<u32>()?,
         _ => Vec::new(),
     };
     let seen = match mask {
-        Mask::None | Mask::Bias(_) | Mask::Lengths(_) => KeyBounds {
+        Mask::None | Mask::Bias(_) | Mask::Lengths { .. } => KeyBounds {
             before: usize::MAX,
             after: usize::MAX,
         },

@@ -83,7 +83,16 @@ fn attention_equals_the_reference_for_every_mask_and_size() -> Result<()> {
         let lengths: Vec<u32> = (0..b).map(|b| (m / (b + 2)).max(1) as u32).collect();
         let some = |b: usize, _: usize, m: usize| m < lengths[b] as usize;
         let told = Tensor::new(lengths.as_slice(), &Device::Cpu)?;
-        check(Mask::Lengths(&told), &some, None)?;
+        let queries = Tensor::full(n as u32, b, &Device::Cpu)?;
+        let keys = &told;
+        check(
+            Mask::Lengths {
+                queries: &queries,
+                keys,
+            },
+            &some,
+            None,
+        )?;
         for shape in [
             [b, h, n, m],
             [1, h, n, m],

@@ -39,9 +39,11 @@ fn by_cudnn(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out:
     let Some(shape) = shape.filter(|shape| uses_cudnn_in(shape.dtype)) else {
         return Ok(false);
     };
-    let bias = match mask {
-        Mask::Bias(bias) => Some(address_of(bias)?),
-        Mask::None | Mask::Causal | Mask::Window { .. } | Mask::Lengths(_) => None,
+    let (bias, lengths) = match mask {
+        Mask::Bias(bias) => (Some(address_of(bias)?), None),
+        // cuDNN reads them as i32.
+        Mask::Lengths { queries, keys } => (None, Some((address_of(queries)?, address_of(keys)?))),
+        Mask::None | Mask::Causal | Mask::Window { .. } => (None, None),
     };
     let at = AttentionAt {
         q: address_of(q)?,
@@ -49,7 +51,7 @@ fn by_cudnn(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, mask: Mask<'_>, out:
         v: address_of(v)?,
         out: address_of(out)?,
         bias,
-        lengths: None,
+        lengths,
         log_sums: None,
         fp8_scales: None,
         scale: scale as f32,
@@ -301,15 +303,10 @@ impl MaskArguments {
                     ..all
                 }
             }
-            Mask::Lengths(lengths) => {
-                if lengths.dims() != [shape[0]] || lengths.dtype() != DType::U32 || !lengths.is_contiguous() {
-                    candle_core::bail!("lengths {:?} for {} batches", lengths.dims(), shape[0]);
-                }
-                MaskArguments {
-                    lengths: Some(address_of(lengths)?),
-                    ..all
-                }
-            }
+            Mask::Lengths { keys, .. } => MaskArguments {
+                lengths: Some(address_of(keys)?),
+                ..all
+            },
         })
     }
 }
@@ -745,10 +742,14 @@ mod tests {
             &DTYPES,
         )?;
         let lengths = here(&Tensor::new(&[1u32, 19, 30], &Device::Cpu)?);
+        let all = here(&Tensor::new(&[11u32, 11, 11], &Device::Cpu)?);
         let most = [1, 19, 30];
         check(
             [3, 11, 30, 4, 2, 8],
-            Mask::Lengths(&lengths),
+            Mask::Lengths {
+                queries: &all,
+                keys: &lengths,
+            },
             |batch, _, key| key < most[batch],
             zero,
             &DTYPES,

@@ -6,6 +6,8 @@ use candle_core::{DType, Device, Tensor};
 
 use super::buffers::StepBuffers;
 use super::config::TransformerConfig;
+use super::padded::{Lengths, Padded, PaddedConditions};
+use super::sampling::Attends;
 use super::transformer::{Conditioning, Item, Times, Transformer};
 use crate::adapters::AttachedAdapters;
 use crate::{HostTensor, StageError};
@@ -126,7 +128,10 @@ fn is_equal(requests: &Requests, others: &Requests) -> bool {
 
 /// A pass over certain requests.
 struct KnownPass {
+    attends: Attends,
     requests: Requests,
+    /// Where each request attends to a row.
+    lengths: Option<Lengths>,
     /// How often it was computed without being recorded.
     count: u32,
     recorded: Option<ops::RecordedWork>,
@@ -137,6 +142,8 @@ pub(super) struct PassBuffers {
     pub(super) steps: StepBuffers,
     /// The modulations of the steps of a pass, a row for each request.
     modulations: Tensor,
+    /// Rows for the conditionings of requests, by what passes attend to.
+    padded: Vec<(Attends, PaddedConditions)>,
     /// In the order of their last use.
     known: Vec<KnownPass>,
 }
@@ -154,6 +161,7 @@ impl PassBuffers {
         Ok(PassBuffers {
             steps: transformer.shared_buffers((batch, frames), on)?,
             modulations: ops::blank(&[batch, transformer.modulations()], dtype, device)?,
+            padded: Vec::new(),
             known: Vec::new(),
         })
     }
@@ -163,10 +171,42 @@ impl PassBuffers {
         self.steps.inputs.len() == batch
     }
 
-    /// Drops the recorded passes over conditionings that are not kept.
+    /// Drops the recorded passes over conditionings that are not kept, and rows with any of them.
     pub(super) fn keep_only(&mut self, kept: &MadeFrom<HostTensor, Conditioning>) {
-        let is_kept = |known: &KnownPass| known.requests.iter().all(|(_, of)| kept.has(of));
-        self.known.retain(is_kept);
+        self.known
+            .retain(|known| known.requests.iter().all(|(_, of)| kept.has(of)));
+        self.keep_rows(|_, rows| rows.conditions().all(|of| kept.has(of)));
+    }
+
+    /// Keeps the rows for a kind of pass that are chosen, and drops the others, with the passes that were recorded over them.
+    fn keep_rows(&mut self, is_kept: impl Fn(Attends, &PaddedConditions) -> bool) {
+        self.padded.retain(|(attends, rows)| is_kept(*attends, rows));
+        let has_rows = |attends: Attends| self.padded.iter().any(|(of, _)| *of == attends);
+        self.known
+            .retain(|known| known.lengths.is_none() || has_rows(known.attends));
+    }
+
+    /// Makes rows for the conditionings of all requests of a round, by what its passes attend to, where they serve. Those of the round before
+    /// stay if they are the same.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    pub(super) fn begin_round(
+        &mut self,
+        round: &[(Attends, Vec<Rc<Conditioning>>)],
+    ) -> candle_core::Result<()> {
+        self.keep_rows(|attends, rows| {
+            let mut all = round.iter();
+            all.any(|(of, conditions)| *of == attends && rows.is_for(conditions))
+        });
+        for (attends, conditions) in round {
+            if !self.padded.iter().any(|(of, _)| of == attends)
+                && let Some(rows) = PaddedConditions::for_all(conditions)?
+            {
+                self.padded.push((*attends, rows));
+            }
+        }
+        Ok(())
     }
 
     /// Takes the modulations of the step of the request of this number in a pass.
@@ -185,29 +225,48 @@ impl PassBuffers {
     pub(super) fn compute(
         &mut self,
         transformer: &Transformer,
-        requests: Requests,
+        (attends, requests): (Attends, Requests),
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
     ) -> Result<(), StageError> {
         go_on()?;
+        let conditions: Vec<Rc<Conditioning>> = requests.iter().map(|(_, of)| Rc::clone(of)).collect();
+        let mut of_pass = self.padded.iter_mut().filter(|(of, _)| *of == attends);
+        let rows = of_pass.next().map(|(_, rows)| rows);
+        let rows = match rows.filter(|rows| rows.serves(&conditions)) {
+            Some(rows) => {
+                rows.take(&conditions)?;
+                Some(&*rows)
+            }
+            None => None,
+        };
         let modulations = self.modulations.narrow(0, 0, requests.len())?;
         let items = requests.iter().map(|(place, conditioning)| Item {
             place: *place,
             conditioning,
         });
         let items: Vec<Item<'_>> = items.collect();
-        let queue =
-            |go_on: &mut dyn FnMut() -> _| transformer.compute(&items, &modulations, &self.steps, go_on);
-        let mut known = match self
-            .known
-            .iter()
-            .position(|known| is_equal(&known.requests, &requests))
-        {
+        let is_this = |known: &KnownPass| {
+            known.attends == attends
+                && known.lengths.is_some() == rows.is_some()
+                && is_equal(&known.requests, &requests)
+        };
+        let mut known = match self.known.iter().position(is_this) {
             Some(place) => self.known.remove(place),
             None => KnownPass {
+                attends,
                 requests: requests.clone(),
+                lengths: match rows {
+                    Some(_) => Lengths::of(&conditions, self.steps.tokens.sum.dim(1)?)?,
+                    None => None,
+                },
                 count: 0,
                 recorded: None,
             },
+        };
+        let padded = rows.zip(known.lengths.as_ref());
+        let padded = padded.map(|(rows, lengths)| Padded { rows, lengths });
+        let queue = |go_on: &mut dyn FnMut() -> _| {
+            transformer.compute((&items, padded), &modulations, &self.steps, go_on)
         };
         // The first pass has made what it needs: plans, workspaces. A pass that cannot be recorded yet is tried again, ever less often.
         if known.recorded.is_none() && known.count.is_power_of_two() && transformer.is_whole() {

@@ -15,11 +15,22 @@ use crate::linear::{Linear, largest_scratch, linears_of_items_into};
 use crate::rotary::{Rotations, Rounded, rotations};
 
 /// Rows that items of a batch attend to.
-pub(super) struct Others<'a> {
-    pub(super) items: Range<usize>,
-    /// `[1, n, heads, head_dim]`, as of [`Attention::keys_and_values`].
-    pub(super) keys: &'a Tensor,
-    pub(super) values: &'a Tensor,
+pub(super) enum Others<'a> {
+    /// Items that attend to the same rows do so as one.
+    OfAll {
+        items: Range<usize>,
+        /// `[1, n, heads, head_dim]`, as of [`Attention::keys_and_values`].
+        keys: &'a Tensor,
+        values: &'a Tensor,
+    },
+    /// The first items of the batch attend to rows of their own, which are padded to one length.
+    OfEach {
+        /// `[items, n, heads, head_dim]`.
+        keys: Tensor,
+        values: Tensor,
+        /// Of queries and of keys, u32 `[items]`.
+        lengths: [Tensor; 2],
+    },
 }
 
 /// Attention with a norm of each head of queries and keys (`AceStepAttention`).
@@ -114,8 +125,7 @@ impl Attention {
         Ok((key, value))
     }
 
-    /// Attention of the normalized rows to other rows; the result replaces the normalized rows. Items of the batch that attend to
-    /// the same rows do so as one; those of others may differ in length.
+    /// Attention of the normalized rows to other rows; the result replaces the normalized rows.
     pub(super) fn to_others(&self, buffers: &TokenBuffers, others: &[Others<'_>]) -> candle_core::Result<()> {
         let TokenBuffers {
             normed,
@@ -129,9 +139,24 @@ impl Attention {
         linears_of_items_into(normed, &[(&self.query, query)], sets, scratch)?;
         // The operation normalizes keys too: these are normalized already.
         qk_norm_rope(query, &key.narrow(2, 0, 0)?, self.norm(), None, Pairs::Halves)?;
-        for Others { items, keys, values } in others {
-            let (query, attended) = buffers.as_one(items.clone())?;
-            ops::attention(&query, keys, values, self.scale, Mask::None, &attended)?;
+        for others in others {
+            match others {
+                Others::OfAll { items, keys, values } => {
+                    let (query, attended) = buffers.as_one(items.clone())?;
+                    ops::attention(&query, keys, values, self.scale, Mask::None, &attended)?;
+                }
+                Others::OfEach {
+                    keys,
+                    values,
+                    lengths: [queries, of_keys],
+                } => {
+                    let mask = Mask::Lengths {
+                        queries,
+                        keys: of_keys,
+                    };
+                    ops::attention(query, keys, values, self.scale, mask, attended)?;
+                }
+            }
         }
         linears_of_items_into(attended, &[(&self.output, normed)], sets, scratch)
     }

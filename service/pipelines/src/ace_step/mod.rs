@@ -15,6 +15,7 @@ mod layers;
 mod layout;
 mod model;
 mod open;
+mod padded;
 mod plan;
 mod planned;
 mod prompts;

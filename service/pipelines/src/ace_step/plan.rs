@@ -19,6 +19,7 @@ use residency::Bytes;
 use super::buffers::{denoise_scratch, request_scratch};
 use super::condition::ConditionEncoder;
 use super::model::{AceStepModel, CONDITION_ENCODER, DETOKENIZER, TEXT_ENCODER, TOKENIZER, TRANSFORMER, VAE};
+use super::padded::bytes_of_rows;
 use super::prompts::{MAX_LYRIC_TOKENS, caption, lyrics, seconds_of};
 use super::sound::{samples_at, samples_of_timbre};
 use super::tasks::{first_step_of, keeps_source, starts_from_source};
@@ -460,8 +461,13 @@ impl AceStepModel {
             true => steps + 1,
             false => steps,
         };
-        let buffers = denoise_scratch(&self.transformer, frames, &attended, modulated, dtype);
-        let each = request_scratch(&self.transformer, frames, &attended, modulated, dtype);
+        // There conditions are padded too, where they differ.
+        let padded = match is_in_rounds(request) {
+            true => bytes_of_rows(&self.transformer, &attended, dtype),
+            false => 0,
+        };
+        let buffers = padded + denoise_scratch(&self.transformer, frames, &attended, modulated, dtype);
+        let each = padded + request_scratch(&self.transformer, frames, &attended, modulated, dtype);
         let scratch = denoiser.scratch(buffers, rows(1), modulated, request);
         let of_two = denoiser.scratch(buffers + each, rows(2), modulated, request);
         let multiplied = self.parts.components.as_multiplied(TRANSFORMER);

@@ -4,6 +4,7 @@ use ops::{AttentionShape, MaskShape, Planned};
 
 use super::buffers::row_width;
 use super::model::{AceStepModel, TEXT_ENCODER};
+use super::padded::padded_length;
 use super::plan::{DECODE, DENOISE, ENCODE_REFERENCE, ENCODE_SOURCE, ENCODE_TEXT};
 use super::sound::{samples_at, samples_of_timbre};
 use crate::autoencoders::oobleck::{decode_ladder, encode_ladder};
@@ -97,17 +98,34 @@ impl AceStepModel {
             self.is_guided(request).then_some(1),
             prompt.plain_text.as_ref().map(attended),
         ];
-        for keys in conditions.into_iter().flatten() {
+        let conditions: Vec<usize> = conditions.into_iter().flatten().collect();
+        let of_keys = |keys: usize, shape: AttentionShape| {
             let row = layer.keys();
             let strides = [keys * row, row, layer.head_dim];
+            AttentionShape {
+                keys,
+                k: strides,
+                v: strides,
+                ..shape
+            }
+        };
+        for keys in conditions.iter().copied() {
             // Requests with one condition attend to it as one.
             for batch in 1..=most {
-                shapes.push(AttentionShape {
-                    keys,
-                    k: strides,
-                    v: strides,
-                    ..of_tokens(batch * tokens, MaskShape::None)
-                });
+                shapes.push(of_keys(keys, of_tokens(batch * tokens, MaskShape::None)));
+            }
+        }
+        // Those of several attend each to a row of its own.
+        for keys in conditions.into_iter().map(padded_length) {
+            for batch in 2..=most {
+                let shape = AttentionShape {
+                    batch,
+                    ..of_tokens(tokens, MaskShape::Lengths)
+                };
+                let shape = of_keys(keys, shape);
+                if !shapes.contains(&shape) {
+                    shapes.push(shape);
+                }
             }
         }
         shapes.into_iter().map(Planned::Attention).collect()

@@ -45,6 +45,11 @@ pub(super) enum Attends {
     Plain,
 }
 
+impl Attends {
+    /// In the order of the passes of a step.
+    pub(super) const ALL: [Attends; 3] = [Attends::With, Attends::Without, Attends::Plain];
+}
+
 /// The values of conditions, in the order of the passes that attend to them.
 const CONDITIONS: [(Attends, &str); 3] = [
     (Attends::With, CONDITION),
@@ -71,6 +76,13 @@ impl Conditions {
         self.0
             .iter()
             .map(|(attends, conditioning)| (*attends, conditioning))
+    }
+
+    /// The condition of a pass, if there is such a pass.
+    pub(super) fn of(&self, attends: Attends) -> Option<&Rc<Conditioning>> {
+        let mut all = self.0.iter();
+        all.find(|(of, _)| *of == attends)
+            .map(|(_, conditioning)| conditioning)
     }
 
     /// Whether the first pass of both attends to one conditioning.

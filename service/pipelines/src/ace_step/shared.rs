@@ -50,7 +50,7 @@ impl Slot {
     }
 
     fn has(&self, attends: Attends) -> bool {
-        self.conditions.all().any(|(of, _)| of == attends)
+        self.conditions.of(attends).is_some()
     }
 }
 
@@ -65,7 +65,7 @@ struct Pass {
 fn passes_of(slots: &[Slot]) -> Vec<Vec<Pass>> {
     let rounds = slots.iter().map(|slot| slot.sampling.round.steps.len());
     let steps = (0..rounds.max().unwrap_or(0)).map(|number| {
-        let passes = [Attends::With, Attends::Without, Attends::Plain].map(|attends| {
+        let passes = Attends::ALL.map(|attends| {
             let slots = slots.iter().enumerate();
             let in_pass = slots.filter(|(_, slot)| slot.has(attends) && slot.step(number).is_some());
             let places = in_pass.map(|(place, _)| place).collect();
@@ -107,8 +107,7 @@ impl Together<'_> {
         for &place in &pass.places {
             let slot = self.slots.get(place);
             let of_pass = |slot: &Slot| {
-                let mut conditions = slot.conditions.all();
-                let (_, conditioning) = conditions.find(|(of, _)| *of == pass.attends)?;
+                let conditioning = slot.conditions.of(pass.attends)?;
                 Some((slot.step(number)?, Rc::clone(conditioning)))
             };
             if let Some(slot) = slot
@@ -120,7 +119,7 @@ impl Together<'_> {
             }
         }
         let count = requests.len();
-        buffers.compute(transformer, requests, &mut || self.check_left())?;
+        buffers.compute(transformer, (pass.attends, requests), &mut || self.check_left())?;
         let velocities = (0..count).map(|item| buffers.steps.velocity(item));
         let velocities: Vec<Tensor> = velocities.collect::<candle_core::Result<_>>()?;
         // A velocity that is not mixed is overwritten by the next pass.
@@ -215,6 +214,9 @@ impl AceStepModel {
             values.extend(values_of_conditions(run).map(|value| (value, *set)));
         }
         pass.conditionings.keep_only(&values);
+        if let Some(buffers) = &mut pass.buffers {
+            buffers.keep_only(&pass.conditionings);
+        }
         let silences = stages.iter().filter_map(silence_of).map(|value| (value, 0));
         pass.contexts.keep_only(&silences.collect::<Vec<_>>());
         let mut results: Vec<Result<Values, StageError>> = Vec::new();
@@ -247,7 +249,11 @@ impl AceStepModel {
             Some(buffers) => buffers,
             None => PassBuffers::new(&pass.transformer, (slots.len(), frames), on)?,
         };
-        buffers.keep_only(&pass.conditionings);
+        let round = Attends::ALL.map(|attends| {
+            let of_slots = slots.iter().filter_map(|slot| slot.conditions.of(attends));
+            (attends, of_slots.map(Rc::clone).collect())
+        });
+        buffers.begin_round(&round)?;
         let mut together = Together {
             slots,
             sets: &pass.sets,

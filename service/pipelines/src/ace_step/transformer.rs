@@ -15,6 +15,7 @@ use super::blocks::{Block, ModulationVectors, Next, flat};
 use super::buffers::{StepBuffers, TokenBuffers};
 use super::config::{SINUSOIDS, TransformerConfig};
 use super::layers::Others;
+use super::padded::Padded;
 use crate::StageError;
 use crate::adapters::{AdaptedTensors, SetsOfItems};
 use crate::checkpoint::numbered;
@@ -110,6 +111,24 @@ pub struct Conditioning {
     blocks: Vec<(Tensor, Tensor)>,
     /// Number of the set, which the items that attend to it have.
     set: usize,
+}
+
+impl Conditioning {
+    /// Of keys and values for each block, with a set of adapters.
+    pub(super) fn of_blocks(blocks: Vec<(Tensor, Tensor)>, set: usize) -> Conditioning {
+        Conditioning { blocks, set }
+    }
+
+    /// Keys and values for each block.
+    pub(super) fn blocks(&self) -> &[(Tensor, Tensor)] {
+        &self.blocks
+    }
+
+    /// Its tokens.
+    pub(super) fn tokens(&self) -> usize {
+        let first = self.blocks.first();
+        first.map_or(0, |(keys, _)| keys.dims().get(1).copied().unwrap_or(0))
+    }
 }
 
 /// A request in a pass.
@@ -250,7 +269,7 @@ impl Transformer {
             self.stream.enter(BlockPlace::once(i))?;
             blocks.push(block.keys_and_values(&embedded, &of_set, &self.config.layer)?);
         }
-        Ok(Conditioning { blocks, set })
+        Ok(Conditioning::of_blocks(blocks, set))
     }
 
     /// Buffers of a request's steps, in the context of its source and mask `[frames, 2 channels]`.
@@ -315,20 +334,20 @@ impl Transformer {
             conditioning,
         };
         buffers.put_latents(0, latents)?;
-        self.compute(&[item], &times.step(step)?, buffers, go_on)?;
+        self.compute((&[item], None), &times.step(step)?, buffers, go_on)?;
         Ok(buffers.velocity(0)?)
     }
 
     /// Computes the velocities of several requests in one pass, in the order of the items ([`StepBuffers::velocity`]), from the latents
-    /// in the buffers and the modulations of their steps, `[items, ..]`. Requests next to each other with one conditioning attend to it
-    /// together, and those with one set of adapters share the products of its terms. Except for rounding, no result depends on the other
-    /// requests.
+    /// in the buffers and the modulations of their steps, `[items, ..]`. They attend to the rows of their conditionings, if these are padded;
+    /// else those next to each other with one conditioning attend to it together. Those with one set of adapters share the products of its
+    /// terms. Except for rounding, no result depends on the other requests.
     ///
     /// # Errors
     /// When the buffers have no such places; errors of the device, and of `go_on`.
     pub(super) fn compute(
         &self,
-        items: &[Item<'_>],
+        (items, padded): (&[Item<'_>], Option<Padded<'_>>),
         modulations: &Tensor,
         buffers: &StepBuffers,
         go_on: &mut dyn FnMut() -> Result<(), StageError>,
@@ -371,9 +390,12 @@ impl Transformer {
             let of_block = attended.iter().filter_map(|(items, conditioning)| {
                 let (keys, values) = conditioning.blocks.get(i)?;
                 let items = items.clone();
-                Some(Others { items, keys, values })
+                Some(Others::OfAll { items, keys, values })
             });
-            let conditions: Vec<Others<'_>> = of_block.collect();
+            let conditions: Vec<Others<'_>> = match padded {
+                Some(padded) => vec![padded.of_block(i)?],
+                None => of_block.collect(),
+            };
             block.forward(
                 &tokens,
                 &parts(modulation),

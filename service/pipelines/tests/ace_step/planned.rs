@@ -42,42 +42,53 @@ fn sampling_uses_the_planned_shapes() {
 fn shared_passes_use_the_planned_shapes() {
     let folder = folder(false);
     let opened = open(folder.path(), &F32);
-    let request = Request {
+    let of_prompt = |prompt: &str| Request {
+        prompt: prompt.to_owned(),
         slots: 3,
         steps: 3,
         ..new_track()
     };
-    let mut values = Values::new();
-    let plans = opened.model.plan(&request).expect("a valid request");
-    let mut plans = plans.iter();
-    let sample = loop {
-        let plan = plans.next().expect("a stage");
-        if plan.role == Role::Sample {
-            break plan;
+    let [one, another] = ["a waltz", "a march with a great many drums"].map(of_prompt);
+    let planned = opened.model.planned("denoise", &one);
+    let [one, another] = [one, another].map(|request| {
+        let mut values = Values::new();
+        let plans = opened.model.plan(&request).expect("a valid request");
+        let mut plans = plans.into_iter();
+        loop {
+            let plan = plans.next().expect("a stage");
+            if plan.role == Role::Sample {
+                break (plan, request, values);
+            }
+            let given = opened.run(&plan, 0, &request, &values, &mut Unobserved);
+            values.extend(given.expect("values"));
         }
-        let given = opened.run(plan, 0, &request, &values, &mut Unobserved);
-        values.extend(given.expect("values"));
-    };
+    });
     let tensors = |name: &str| Ok(opened.tensors(name));
-    let run = StageRun {
-        plan: sample,
+    let [one, another] = [&one, &another].map(|(plan, request, values)| StageRun {
+        plan,
         rung: 0,
-        request: &request,
-        values: &values,
+        request,
+        values,
         tensors: &tensors,
         device: test_device(),
         part: None,
-    };
+    });
     let mut used = BTreeSet::new();
-    for slots in 1..=3 {
+    let passes = [
+        vec![one],
+        vec![one; 2],
+        vec![one; 3],
+        vec![one, another],
+        vec![one, another, one],
+    ];
+    for stages in passes {
         let (asked, given) = asked(|| {
             opened
                 .model
-                .run_shared(&vec![run; slots], &mut Kept::default(), &mut Unobserved)
+                .run_shared(&stages, &mut Kept::default(), &mut Unobserved)
         });
-        assert_eq!(given.expect("values").len(), slots);
+        assert_eq!(given.expect("values").len(), stages.len());
         used.extend(asked);
     }
-    let planned = words(&opened.model.planned("denoise", &request));
-    assert_eq!(used, planned.into_iter().collect::<BTreeSet<_>>());
+    assert_eq!(used, words(&planned).into_iter().collect::<BTreeSet<_>>());
 }

@@ -287,6 +287,57 @@ fn a_shared_pass_gives_the_same_values_as_separate_runs() {
 }
 
 #[test]
+fn conditions_of_any_lengths_share_a_pass() {
+    let folder = folder(true);
+    let opened = open(folder.path(), &F32);
+    let sung = |seed: u64, words: usize| {
+        let mut request = Request {
+            seed,
+            steps: 8,
+            slots: 4,
+            guidance: 7.0,
+            ..new_track()
+        };
+        audio(&mut request).lyrics = "la ".repeat(words);
+        slot(&opened, &request, 1)
+    };
+    // The last one is in longer rows than the others.
+    let all = [sung(1, 3), sung(2, 20), sung(3, 12), sung(4, 300)];
+    let tokens: Vec<usize> = (all.iter())
+        .map(|(_, _, values)| values["condition"].shape[0])
+        .collect();
+    assert!(
+        tokens[..3].iter().all(|tokens| *tokens < 256) && tokens[3] > 256,
+        "{tokens:?}"
+    );
+    let alone: Vec<Values> = (all.iter())
+        .map(|(plan, request, values)| opened.run(plan, 0, request, values, &mut Unobserved))
+        .collect::<Result<_, _>>()
+        .expect("values");
+    let tensors = |name: &str| Ok(opened.tensors(name));
+    let mut kept = Kept::default();
+    for chosen in [
+        &[0, 1][..],
+        &[1, 0],
+        &[2, 0, 1],
+        &[1, 2],
+        &[0, 3],
+        &[3, 3],
+        &[1, 0, 2, 1],
+    ] {
+        let slots: Vec<Slot> = chosen.iter().map(|&number| all[number].clone()).collect();
+        let given = shared_after((&opened, &tensors), &slots, &mut kept, &mut Unobserved);
+        for (number, given) in chosen.iter().zip(given.expect("values")) {
+            for (name, value) in &given.expect("values") {
+                let apart = apart(value, &alone[*number][name]);
+                assert!(apart <= rounding(name), "{chosen:?}, {number}, {name}: {apart:e}");
+            }
+        }
+        assert!(!kept.is_empty(), "{chosen:?}");
+    }
+}
+
+#[test]
 fn a_sampling_in_shared_rounds_equals_that_of_one_stage() {
     let folder = folder(false);
     let opened = open(folder.path(), &F32);
