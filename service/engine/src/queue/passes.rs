@@ -100,7 +100,8 @@ impl View<'_> {
         one.entry.is_of_one_base(&other.entry) && !adapters_differ() && !components_differ()
     }
 
-    /// The need of a job's next stage together with those of others: the components of all of them, and their activations.
+    /// The need of a job's next stage together with those of others: the components of all of them, and their activations, no less than
+    /// predicted.
     fn need_of_shared(
         &self,
         job: &JobRecord,
@@ -122,7 +123,13 @@ impl View<'_> {
         if need.rungs().is_empty() {
             return None;
         }
+        let predicted: Vec<_> = need.rungs().iter().map(|rung| rung.scratch).collect();
         self.learned.improve(&mut need, open.model.family(), description);
+        // A peak is of what the round before it had not kept, and requests that are alike need less than others of these sizes.
+        let rungs = need.plan.iter_mut().flat_map(|plan| &mut plan.rungs);
+        for (rung, predicted) in rungs.zip(predicted) {
+            rung.scratch = rung.scratch.max(predicted);
+        }
         Some(need)
     }
 

@@ -94,6 +94,33 @@ async fn jobs_join_a_shared_pass_at_any_round() {
     at_rest(&queue).await;
 }
 
+/// What a round has kept is in no peak of the next one.
+#[tokio::test(start_paused = true)]
+async fn a_shared_pass_has_the_memory_that_was_predicted_however_little_its_rounds_allocated() {
+    let (queue, mut worker) = one_card().await;
+    let mut jobs = Vec::new();
+    for prompt in ["one", "two"] {
+        let mut spec = in_rounds(16, "me", prompt);
+        run_of(&mut spec).request.steps = 16;
+        jobs.push(queue.submit(spec).await.unwrap());
+    }
+    let mut shared = 0;
+    while shared < 15 {
+        let order = denoise(&mut worker).await;
+        if !order.sharing.is_empty() {
+            shared += 1;
+            let scratch = needs(&order).1[0].scratch;
+            assert_eq!(scratch, Bytes::gib(1) + SCRATCH_EACH, "round {shared}");
+        }
+        worker.complete(&order);
+    }
+    while worker.try_work().await {}
+    for job in &mut jobs {
+        end(job).await.unwrap();
+    }
+    at_rest(&queue).await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn jobs_encode_ahead_only_up_to_the_slots_of_a_pass() {
     let (queue, mut worker) = one_card().await;
