@@ -1,6 +1,7 @@
 //! The connection to a running service, and its errors with remedies.
 
 use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::future::poll_fn;
 use std::net::SocketAddr;
@@ -430,8 +431,8 @@ impl Refusal {
             } else if any.type_url.ends_with("/google.rpc.BadRequest") {
                 let wrong = pb::BadRequest::decode(&any.value[..]).unwrap_or_default();
                 let fields = wrong.field_violations.iter();
-                refusal.options = fields.filter_map(|wrong| option_of(&wrong.field)).collect();
-                refusal.options.dedup();
+                let options: BTreeSet<_> = fields.filter_map(|wrong| option_of(&wrong.field)).collect();
+                refusal.options = options.into_iter().collect();
             } else if any.type_url.ends_with("/google.rpc.RetryInfo")
                 && let Ok(info) = pb::RetryInfo::decode(&any.value[..])
             {
@@ -508,23 +509,34 @@ impl Refusal {
     }
 }
 
-/// Fields of requests, and the options that set them by another name.
-const OPTIONS: [(&str, &str); 8] = [
-    ("adapters", "--lora"),
+/// Fields of requests, with the lists that they are in, and the options that set them by another name.
+const OPTIONS: [(&str, &str); 15] = [
     ("beats_per_minute", "--bpm"),
+    ("controls.end", "--control-steps"),
+    ("controls.id", "--control"),
+    ("controls.image", "--control"),
+    ("controls.mode", "--control-mode"),
+    ("controls.scale", "--control-scale"),
+    ("controls.start", "--control-steps"),
     ("controls", "--control"),
     ("end_image", "--end"),
     ("frames_per_second", "--fps"),
     ("init_image", "--init"),
+    ("model.adapters", "--lora"),
     ("negative_prompt", "--negative"),
     ("references", "--reference"),
+    ("tracks", "--track"),
 ];
 
-/// The option of a field or of a part of it, as `references[1]`; `None` where it has the field's name.
+/// The option of a field, as `references` or `controls[0].scale`, or of what the field is a part of; `None` where it has the field's name.
 fn option_of(field: &str) -> Option<&'static str> {
-    let name = field.split(['[', '.']).next()?;
-    let found = OPTIONS.iter().find(|(of, _)| *of == name);
-    found.map(|(_, option)| *option)
+    let parts = field.split('.');
+    let parts: Vec<&str> = parts.filter_map(|part| part.split('[').next()).collect();
+    (1..=parts.len()).rev().find_map(|count| {
+        let path = parts.get(..count)?.join(".");
+        let found = OPTIONS.iter().find(|(of, _)| *of == path);
+        found.map(|(_, option)| *option)
+    })
 }
 
 /// When an alternative would fit, in words.
@@ -616,8 +628,12 @@ mod tests {
         };
         assert_eq!(shown(&["init_image"]), "it is missing\n  the option is --init");
         assert_eq!(
-            shown(&["references[0]", "references[1]", "controls[0].scale"]),
-            "it is missing\n  the option is --reference, --control"
+            shown(&["references[0]", "controls[0].scale", "references[1]"]),
+            "it is missing\n  the option is --control-scale, --reference"
+        );
+        assert_eq!(
+            shown(&["model.adapters[0].strength", "controls[1].image.data"]),
+            "it is missing\n  the option is --control, --lora"
         );
         assert_eq!(shown(&["width", "model.id"]), "it is missing");
     }
@@ -635,12 +651,9 @@ mod tests {
         for (field, option) in OPTIONS {
             let is_option = |argument: &&clap::Arg| argument.get_long() == option.strip_prefix("--");
             assert!(arguments.iter().any(is_option), "{option}");
-            assert!(fields.iter().any(|each| each.name() == field), "{field}");
-            let has_its_name = |argument: &&clap::Arg| {
-                let long = argument.get_long().unwrap_or_default();
-                long.replace('-', "_") == field
-            };
-            assert!(!arguments.iter().any(has_its_name), "{field}");
+            for part in field.split('.') {
+                assert!(fields.iter().any(|each| each.name() == part), "{part}");
+            }
         }
     }
 
