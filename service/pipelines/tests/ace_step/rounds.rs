@@ -4,13 +4,14 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use candle_core::DType;
 use gpu::ComponentTensors;
 use pipelines::{
-    Audio, AudioTask, HostTensor, Kept, Medium, Observer, Piece, Request, Role, SharedPass, StageError,
-    StagePlan, StageRun, StrengthCurve, StrengthPoint, Unobserved, Values,
+    Audio, AudioTask, HostTensor, Kept, Medium, Observer, Piece, Precision, Request, Role, SharedPass,
+    StageError, StagePlan, StageRun, StrengthCurve, StrengthPoint, Unobserved, Values,
 };
 
-use crate::device::{test_device, tolerances};
+use crate::device::{BF16_COMPONENT, test_device, tolerances};
 use crate::given::{Lora, RATE, folder, new_track, of_source, open, open_with, request, track, uses};
 use crate::numbers::distance;
 use crate::open_model::{F32, OpenModel, on_cpu};
@@ -288,12 +289,28 @@ fn a_shared_pass_gives_the_same_values_as_separate_runs() {
 
 #[test]
 fn conditions_of_any_lengths_share_a_pass() {
+    conditions_share_passes(&F32, rounding);
+}
+
+/// On a card passes that come again are recorded in bf16 alone: attention in f32 allocates there.
+#[test]
+fn conditions_share_recorded_passes_in_bf16() {
+    conditions_share_passes(&Precision::full(DType::BF16), |name| {
+        if name.starts_with("guidance") {
+            10.0 * BF16_COMPONENT
+        } else {
+            BF16_COMPONENT
+        }
+    });
+}
+
+/// Runs passes over several conditions, with what each leaves to the next, and compares their values with those of the requests alone.
+fn conditions_share_passes(precision: &Precision, bound: impl Fn(&str) -> f64) {
     let folder = folder(true);
-    let opened = open(folder.path(), &F32);
-    let sung = |seed: u64, words: usize| {
+    let opened = open(folder.path(), precision);
+    let sung = |words: usize| {
         let mut request = Request {
-            seed,
-            steps: 8,
+            steps: 16,
             slots: 4,
             guidance: 7.0,
             ..new_track()
@@ -302,7 +319,7 @@ fn conditions_of_any_lengths_share_a_pass() {
         slot(&opened, &request, 1)
     };
     // The last one is in longer rows than the others.
-    let all = [sung(1, 3), sung(2, 20), sung(3, 12), sung(4, 300)];
+    let all = [sung(3), sung(20), sung(12), sung(300)];
     let tokens: Vec<usize> = (all.iter())
         .map(|(_, _, values)| values["condition"].shape[0])
         .collect();
@@ -324,13 +341,20 @@ fn conditions_of_any_lengths_share_a_pass() {
         &[0, 3],
         &[3, 3],
         &[1, 0, 2, 1],
+        &[2, 1, 1, 0],
     ] {
         let slots: Vec<Slot> = chosen.iter().map(|&number| all[number].clone()).collect();
         let given = shared_after((&opened, &tensors), &slots, &mut kept, &mut Unobserved);
         for (number, given) in chosen.iter().zip(given.expect("values")) {
             for (name, value) in &given.expect("values") {
-                let apart = apart(value, &alone[*number][name]);
-                assert!(apart <= rounding(name), "{chosen:?}, {number}, {name}: {apart:e}");
+                let apart_of = |other: usize| apart(value, &alone[other][name]);
+                let (own, others) = (apart_of(*number), (0..all.len()).filter(|other| other != number));
+                let next = others.map(apart_of).fold(f64::INFINITY, f64::min);
+                assert!(own <= bound(name), "{chosen:?}, {number}, {name}: {own:e}");
+                assert!(
+                    next > 2.0 * own,
+                    "{chosen:?}, {number}, {name}: {own:e} of {next:e}"
+                );
             }
         }
         assert!(!kept.is_empty(), "{chosen:?}");
