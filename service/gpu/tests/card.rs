@@ -259,7 +259,7 @@ fn scratch_is_measured_and_slack_is_trimmed() {
 }
 
 #[test]
-fn what_becomes_a_graph_gets_no_memory_that_others_have_when_it_runs() {
+fn no_memory_is_allocated_while_a_stream_captures() {
     use cudarc::driver::sys::{CUgraphInstantiate_flags as Flags, CUstreamCaptureMode as Mode};
 
     let Some(card) = card() else { return };

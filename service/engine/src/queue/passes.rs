@@ -125,7 +125,7 @@ impl View<'_> {
         }
         let predicted: Vec<_> = need.rungs().iter().map(|rung| rung.scratch).collect();
         self.learned.improve(&mut need, open.model.family(), description);
-        // A peak is of what the round before it had not kept, and requests that are alike need less than others of these sizes.
+        // What a round keeps is not in the peak of the next one, and requests with one condition need less than those with several.
         let rungs = need.plan.iter_mut().flat_map(|plan| &mut plan.rungs);
         for (rung, predicted) in rungs.zip(predicted) {
             rung.scratch = rung.scratch.max(predicted);

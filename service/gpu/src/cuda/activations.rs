@@ -307,7 +307,7 @@ pub(super) unsafe extern "C" fn cuMemAllocAsync(
         // SAFETY: the caller's promise.
         return unsafe { allocate(pointer, bytes, stream) };
     };
-    // A graph would have the address when the memory is another's.
+    // The graph would keep the address, and run when the memory belongs to something else.
     if is_capturing(stream) {
         return sys::CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     }

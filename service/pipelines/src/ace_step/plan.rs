@@ -391,7 +391,7 @@ impl AceStepModel {
     }
 
     /// The conditions of the steps: names, and numbers of tokens.
-    fn attended(&self, request: &Request, prompt: &Prompt) -> Vec<(&'static str, usize)> {
+    pub(super) fn attended(&self, request: &Request, prompt: &Prompt) -> Vec<(&'static str, usize)> {
         let conditions = [
             Some((CONDITION, prompt.attended(&prompt.text))),
             self.is_guided(request).then_some((NO_CONDITION, 1)),

@@ -92,13 +92,8 @@ impl AceStepModel {
                 }
             }
         }
-        let attended = |text: &Vec<u32>| prompt.lyrics.len() + 1 + text.len();
-        let conditions = [
-            Some(attended(&prompt.text)),
-            self.is_guided(request).then_some(1),
-            prompt.plain_text.as_ref().map(attended),
-        ];
-        let conditions: Vec<usize> = conditions.into_iter().flatten().collect();
+        let conditions = self.attended(request, &prompt);
+        let conditions: Vec<usize> = conditions.into_iter().map(|(_, tokens)| tokens).collect();
         let of_keys = |keys: usize, shape: AttentionShape| {
             let row = layer.keys();
             let strides = [keys * row, row, layer.head_dim];
