@@ -20,6 +20,8 @@ WAN_14B = "step, Wan 14B 832x480, 81 frames"
 WAN_DECODE = "decode of 121 frames, Wan 5B 1280x704"
 OVI = "Ovi 720x720, 5 s"
 FP8_ATTENTION = ", attention in fp8"
+CARDS = {1: "one card", 2: "two cards"}
+"""How the figures of `two_cards.py` name the cards that sample a film."""
 # 120 frames of 960x960 more, MiB.
 DELIVERED = 316.0
 
@@ -30,6 +32,11 @@ def in_fp8(step: str) -> tuple[Wanted, Wanted]:
         Wanted(f"{step}{FP8_ATTENTION}", 0.65, beside=step),
         Wanted(f"{step} fp8{FP8_ATTENTION}", 0.55, beside=step),
     )
+
+
+def on_two_cards(step: str, share: float | None) -> Wanted:
+    """A step on two cards, as a share of one on one card in the same run."""
+    return Wanted(f"{step}, {CARDS[2]}", share, of_ours=f"{step}, {CARDS[1]}", peer=CARDS[1])
 
 
 ROWS = (
@@ -46,6 +53,11 @@ ROWS = (
     Wanted(f"{SAMPLED}, 129 frames", 0.65),
     Wanted(f"{SAMPLED}, 129 frames fp8", 0.55, beside=f"{SAMPLED}, 129 frames"),
     *in_fp8(f"{SAMPLED}, 129 frames"),
+    on_two_cards(f"{SAMPLED}, 49 frames", None),
+    *(
+        on_two_cards(f"{SAMPLED}, 129 frames{name}", 1 / 1.8)
+        for name in ("", " fp8", f" fp8{FP8_ATTENTION}")
+    ),
     Wanted(LARGE, 0.65),
     Wanted(f"{LARGE} fp8", 0.55, beside=LARGE),
     *in_fp8(LARGE),

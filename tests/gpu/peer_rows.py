@@ -33,6 +33,8 @@ class Wanted:
     """The name of that figure, if it is another."""
     of_ours: str = ""
     """The name of a figure of ours of which `share` is the target's share, instead of diffusers'."""
+    peer: str = ""
+    """What the table calls that figure of ours, if not by its name."""
     target: float | None = None
     better: str = "lower"
 
@@ -83,7 +85,7 @@ def row_of(wanted: Wanted, one: Figure, other: Figure | None) -> Row:
         "better": wanted.better,
         "device": one["device"],
         "date": one["date"],
-        "peer": wanted.of_ours or (other["who"] if other else ""),
+        "peer": wanted.peer or wanted.of_ours or (other["who"] if other else ""),
         "peer_value": float(f"{other['figure']:.4g}") if other else None,
     }
 

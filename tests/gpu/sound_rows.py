@@ -8,11 +8,40 @@ Each file is a run of `sound.py` or `session.py`, or has figures in its form fro
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from peer_rows import Wanted, main
 
 LONG, SHORT = "step, 240 s of music", "step, 60 s of music"
 FORMATS = ("fp8", "int8", "nf4")
+TOGETHER = 4
+"""Segments in a pass whose step is timed."""
+SEGMENT_S = (10, 60, 240)
+RANK = 16
+LORA_SHARE = 1.10
+"""What a step with a LoRA for each segment may take, of one without."""
+WITH_PROMPTS = f" with {TOGETHER} prompts"
+WITH_ONE_LORA = f" with one LoRA of rank {RANK}"
+WITH_LORAS = f" with {TOGETHER} LoRAs of rank {RANK}"
+
+
+def step_of(seconds: int) -> str:
+    """The name of the figure of a step of segments of so many seconds, which are alike."""
+    return f"session: a step of {TOGETHER} segments of {seconds} s"
+
+
+def steps_of(seconds: int) -> tuple[Wanted, ...]:
+    """Rows of steps of such segments, alike and not."""
+    alike = step_of(seconds)
+    beside_alike = partial(Wanted, of_ours=alike, peer="alike")
+    return (
+        Wanted(alike),
+        beside_alike(alike + WITH_PROMPTS),
+        beside_alike(alike + WITH_ONE_LORA),
+        beside_alike(alike + WITH_LORAS, LORA_SHARE),
+    )
+
+
 ROWS = (
     Wanted(LONG, 0.45),
     *(Wanted(f"{LONG} {name}", beside=LONG) for name in FORMATS),
@@ -40,6 +69,7 @@ ROWS = (
         Wanted(f"session: segments of 10 s a second, {slots} slots", target=target, better="higher")
         for slots, target in ((1, None), (2, None), (4, 40.0), (8, 55.0))
     ),
+    *(row for seconds in SEGMENT_S for row in steps_of(seconds)),
     Wanted("session: gaps in two minutes beside another client's tracks", target=0.0),
     Wanted("session: bytes left after 24 sessions", target=0.0),
     Wanted("code and context that first tracks leave"),

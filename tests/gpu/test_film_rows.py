@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ sys.path[:0] = [str(ROOT / "tests/gpu")]
 
 import film_rows  # noqa: E402
 import peer_rows  # noqa: E402
+import sound_rows  # noqa: E402
 
 STEP, DECODE = film_rows.STEP, "decode of 5 latents, 832x480"
 WAN = film_rows.WAN_14B
@@ -73,3 +75,16 @@ def test_rows_of_the_file_stay_until_a_run_has_measured_them() -> None:
     rows = peer_rows.rows_of(film_rows.ROWS, [now], earlier)
     found = [(row["measure"], row["value"]) for row in rows]
     assert found == [(STEP, 700), (DECODE, 300), (WAN, 2400)]
+
+
+def test_two_cards_are_held_against_one_in_the_same_run() -> None:
+    step = f"{film_rows.SAMPLED}, 129 frames"
+    run = [figure(f"{step}, one card", 4000.0), figure(f"{step}, two cards", 2100.0)]
+    row = by_measure(run)[f"{step}, two cards"]
+    assert (row["target"], row["peer"], row["peer_value"]) == (2222, "one card", 4000)
+
+
+def test_no_row_of_the_docs_would_be_lost() -> None:
+    for rows, name in ((film_rows.ROWS, "film"), (sound_rows.ROWS, "sound")):
+        written = json.loads((ROOT / f"docs/benchmarks/{name}.json").read_text(encoding="utf-8"))
+        assert peer_rows.rows_of(rows, [], written) == written

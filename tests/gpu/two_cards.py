@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from film import Service, film, hunyuan_step
+from film_rows import CARDS
 from full_size import begin, command_line, guarded, run_parts, settled, show, tell, tell_step
 
 SPEEDUP = 1.8
@@ -79,7 +80,7 @@ def both(
     took, latents = {}, {}
     for cards in (1, 2):
         make = partial(film, service, model, size, frames, cards=cards, **asked)
-        tell_step(f"{what}, cards: {cards}", make, 1, 4)
+        tell_step(f"{what}, {CARDS[cards]}", make, 1, 4)
         result = make(4)
         took[cards] = [stage.run_ms for stage in result.stages if stage.name == "denoise"][-1]
         latents[cards] = numbers(service, result)
