@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Two clients share a card: one keeps memory for itself, and the other is shown what it waits for.
+"""Two clients share a card: one keeps memory for itself, and the other is shown it if it waits.
 
 python shared_card.py [MODEL]
 """
@@ -23,13 +23,18 @@ async def main() -> None:
         card = (await renderer.status()).cards[0]
         reserved = await renderer.reserve(card.memory.usable, card=card.id, label="renderer")
         print(f"renderer: keeps {reserved.bytes / 2**30:.1f} GiB of {card.id}")
-        async with artist.stream_image("a cat", model=model, patience_s=60) as stream:
-            async for event in stream:
-                print(f"artist: {moored.describe(event)}")
-                if isinstance(event, moored.Waiting) and reserved.released is None:
-                    print("renderer: gives it back")
-                    await reserved.release()
-            path = (await stream.result()).save("shared.png")
+        try:
+            async with artist.stream_image("a cat", model=model, patience_s=60) as stream:
+                async for event in stream:
+                    print(f"artist: {moored.describe(event)}")
+                    if isinstance(event, moored.Waiting) and reserved.released is None:
+                        print("renderer: gives it back")
+                        await reserved.release()
+                path = (await stream.result()).save("shared.png")
+        finally:
+            # Whoever reserves gives back: what was not waited for would be kept until it expires.
+            if reserved.released is None:
+                await reserved.release()
         print(f"artist: wrote {path}")
 
 

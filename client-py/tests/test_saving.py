@@ -363,3 +363,11 @@ def test_a_full_disk_leaves_nothing(
     with pytest.raises(OSError, match="No space"):
         result.save(tmp_path / "a.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_missing_is_made(
+    service: Service, client: moored.Client, png: bytes, tmp_path: Path
+) -> None:
+    wanted = tmp_path / "new" / "folder" / "a.png"
+    assert made(service, client, png).save(wanted) == wanted
+    assert wanted.stat().st_size > 0

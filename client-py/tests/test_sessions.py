@@ -258,6 +258,8 @@ def test_a_wrong_segment_is_refused_by_the_client(
         ({"idempotency_key": "a"}, TypeError),
         ({"slots": -1}, moored.InvalidRequest),
         ({"lead_s": "2"}, TypeError),
+        ({"lead_s": float("nan")}, moored.InvalidRequest),
+        ({"crossfade_s": float("inf")}, moored.InvalidRequest),
     ],
 )
 def test_a_wrong_session_option_is_refused_by_the_client(

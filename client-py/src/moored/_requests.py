@@ -5,6 +5,7 @@ Seconds here are milliseconds or a Duration there; None leaves a field to the se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias, TypedDict, TypeVar
@@ -13,7 +14,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
-from ._errors import InvalidRequest, Violation
+from ._errors import InvalidRequest, Violation, refused
 from ._generated import generation_pb2, hub_pb2, model_pb2, residency_pb2, rpc_pb2
 from ._generated.request_fields import (
     AudioFields,
@@ -569,6 +570,8 @@ def _window_of(window: Any) -> tuple[Any, Any]:
 def _milliseconds_of(option: str, seconds: Any) -> int:
     if isinstance(seconds, str) or not hasattr(seconds, "__float__"):
         raise TypeError(f"{option}: a number is wanted, not {seconds!r}")
+    if not math.isfinite(seconds):
+        raise refused(option, f"a finite number is wanted, not {seconds!r}")
     return milliseconds(seconds)
 
 

@@ -53,7 +53,8 @@ def write(path: str | os.PathLike[str], data: bytes | memoryview, overwrite: boo
     """Writes a file, whole or not at all, and returns its path.
 
     One that is there already is replaced where that is asked for; else the name is counted up, as
-    the command line counts: what was computed is not lost for a name that is taken.
+    the command line counts. A folder that is missing is made. What was computed is not lost for its
+    name.
     """
     target = _possible(path)
     if target.exists() and not target.is_file():
@@ -61,6 +62,7 @@ def write(path: str | os.PathLike[str], data: bytes | memoryview, overwrite: boo
         return target
     if target.is_symlink() and overwrite:
         target = target.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.part")
     try:
         beside.write_bytes(data)

@@ -13,7 +13,7 @@ use clap::{ArgAction, ArgMatches, Args, CommandFactory as _, FromArgMatches as _
 pub(super) use formats::Formats;
 pub(super) use generation::{
     FetchOutput, JobSettings, MediumChoice, OutputArguments, PriorityChoice, Prompts, SamplingArguments,
-    Settings,
+    Settings, time,
 };
 pub(super) use play::{Play, TaskChoice};
 
@@ -585,7 +585,8 @@ pub(super) fn whole_command() -> clap::Command {
         if !["serve", "demo", "run", "config", "doctor", "worker"].contains(&name.as_str()) {
             hidden.push("set");
         }
-        with_common(command, &hidden)
+        // A number below 0 is a value, which its option refuses, and no option.
+        with_common(command.allow_negative_numbers(true), &hidden)
     })
 }
 
@@ -609,6 +610,25 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         whole_command().debug_assert();
+    }
+
+    #[test]
+    fn a_number_that_no_request_takes_is_refused_with_its_option() {
+        for (arguments, words) in [
+            ("generate x --steps -3", "'-3' for '--steps"),
+            ("generate x -n 0", "'0' for '--count"),
+            ("film x --frames 0", "'0' for '--frames"),
+            ("film x --fps 0", "--fps <FPS>': a number above 0"),
+            ("film x --frames-at-a-time 0", "'0' for '--frames-at-a-time"),
+            ("play x --seconds -1", "--seconds <SECONDS>': a number above 0"),
+            ("generate x --patience soon", "such as 30s, 5m, 2h"),
+            ("reserve 1GiB --for soon", "such as 30s, 5m, 2h"),
+        ] {
+            let refused = read(&format!("moored {arguments}")).unwrap_err().to_string();
+            assert!(refused.contains(words), "{arguments}: {refused}");
+        }
+        read("moored generate x --guidance -1 --seed -1").unwrap_err();
+        read("moored generate x --guidance -1").unwrap();
     }
 
     #[test]

@@ -6,6 +6,7 @@ use config::ClientSettings;
 use residency::Bytes;
 use serde_json::json;
 
+use crate::arguments::time;
 use crate::connection::Connection;
 use crate::{CliError, screen};
 
@@ -21,8 +22,8 @@ pub(super) struct Reserve {
     #[arg(required_unless_present = "renew")]
     pub(super) bytes: Option<String>,
     /// For how long: up to 24h
-    #[arg(long = "for", value_name = "TIME", default_value = "10m")]
-    pub(super) ttl: String,
+    #[arg(long = "for", value_name = "TIME", default_value = "10m", value_parser = time)]
+    pub(super) ttl: humantime::Duration,
     /// What it is for; shown by `moored status`
     #[arg(long, default_value = "")]
     pub(super) label: String,
@@ -67,11 +68,9 @@ pub(super) async fn reserve(client: &ClientSettings, options: Reserve, json: boo
         Some(text) => gpu::parse_bytes(text).map_err(|problem| CliError::Usage(problem.to_string()))?,
         None => Bytes::ZERO,
     };
-    let ttl = humantime::parse_duration(&options.ttl);
-    let ttl = ttl.map_err(|problem| CliError::Usage(format!("--for {}: {problem}", options.ttl)))?;
     let request = v1::ReserveRequest {
         bytes: bytes.0,
-        ttl: prost_types::Duration::try_from(ttl).ok(),
+        ttl: prost_types::Duration::try_from(*options.ttl).ok(),
         label: options.label,
         card: options.card.unwrap_or_default(),
         reservation_id: options.renew.unwrap_or_default(),
@@ -95,7 +94,7 @@ pub(super) async fn reserve(client: &ClientSettings, options: Reserve, json: boo
         reserved.reservation_id,
         Bytes(reserved.bytes),
         reserved.card,
-        humantime::format_duration(ttl)
+        options.ttl
     ))
 }
 

@@ -481,7 +481,7 @@ impl Refusal {
             | v1::Reason::DiskNotReady
             | v1::Reason::NotKept
             | v1::Reason::ShuttingDown => "try again in a while",
-            v1::Reason::MemoryTaken => "`moored status` shows who holds memory; --patience waits longer",
+            v1::Reason::MemoryTaken => "`moored status` shows who holds memory; a job waits longer with --patience",
             v1::Reason::LatentNotFound => "latents expire; queue.latent_ttl keeps them longer",
             v1::Reason::WorkerDied => "the service's log says how the worker ended",
             v1::Reason::SlowReader => "write results to a faster place, or ask for fewer in one call",
@@ -510,7 +510,7 @@ impl Refusal {
 }
 
 /// Fields of requests, with the lists that they are in, and the options that set them by another name.
-const OPTIONS: [(&str, &str); 15] = [
+const OPTIONS: [(&str, &str); 17] = [
     ("beats_per_minute", "--bpm"),
     ("controls.end", "--control-steps"),
     ("controls.id", "--control"),
@@ -526,6 +526,8 @@ const OPTIONS: [(&str, &str); 15] = [
     ("negative_prompt", "--negative"),
     ("references", "--reference"),
     ("tracks", "--track"),
+    ("window_end_seconds", "--to"),
+    ("window_start_seconds", "--from"),
 ];
 
 /// The option of a field, as `references` or `controls[0].scale`, or of what the field is a part of; `None` where it has the field's name.

@@ -205,8 +205,13 @@ pub(super) async fn info(config: &Config, name: &str, json: bool) -> Result<(), 
                 .residency()
                 .list_models(v1::ListModelsRequest::default())
                 .await?;
-            let named = |model: &v1::ModelInfo| model.id == name || model.id == id;
-            listed.into_inner().models.into_iter().find(named)
+            let models = listed.into_inner().models;
+            // As where a model is named for a job: by its last word, if only one has it.
+            let is_called = |model: &&v1::ModelInfo| model.id.rsplit('/').next() == Some(name);
+            let mut called = models.iter().filter(is_called);
+            let called = called.next().filter(|_| called.next().is_none());
+            let named = models.iter().find(|model| model.id == name || model.id == id);
+            named.or(called).cloned()
         }
         Err(CliError::Unreachable { .. }) => None,
         Err(other) => return Err(other),
@@ -302,13 +307,7 @@ fn facts_of(model: &v1::ModelInfo) -> Vec<(&'static str, String)> {
         ("components", components.join(", ")),
         ("memory", choices.join(", ")),
         ("stored as", formats(model)),
-        (
-            "defaults",
-            format!(
-                "{}x{}, {} steps, guidance {}",
-                defaults.width, defaults.height, defaults.steps, defaults.guidance
-            ),
-        ),
+        ("defaults", defaults_of(&defaults)),
     ];
     if !model.revision.is_empty() {
         facts.insert(0, ("revision", model.revision.clone()));
@@ -317,6 +316,21 @@ fn facts_of(model: &v1::ModelInfo) -> Vec<(&'static str, String)> {
         facts.push(("default", "of requests that name no model".to_owned()));
     }
     facts
+}
+
+/// What a request has that does not say otherwise: a size where the model has one, and a length where its results have.
+fn defaults_of(defaults: &v1::ModelDefaults) -> String {
+    let size = (defaults.width > 0).then(|| format!("{}x{}", defaults.width, defaults.height));
+    let frames = (defaults.frames > 0).then(|| {
+        format!(
+            "{} frames, {} a second",
+            defaults.frames, defaults.frames_per_second
+        )
+    });
+    let seconds = (defaults.seconds > 0.0).then(|| format!("{} s", defaults.seconds));
+    let sampling = format!("{} steps, guidance {}", defaults.steps, defaults.guidance);
+    let all = [size, frames, seconds, Some(sampling)];
+    all.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
 /// Removes a model from the hub cache of this machine, all of its revisions.

@@ -163,11 +163,15 @@ fn card_lines(card: &v1::CardStatus, job: Option<&v1::JobInfo>, canvas: Canvas) 
             0 => String::new(),
             id => format!(" (process {id})"),
         };
+        let label = match reservation.label.is_empty() {
+            true => String::new(),
+            false => format!(" for {}", reservation.label),
+        };
         lines.push(canvas.fit(&format!(
-            "    kept free for {}{process}: {}, {} left",
-            reservation.label,
+            "    kept free{label}{process}: {}, {} left; moored release {}",
             Bytes(reservation.bytes),
-            seconds(reservation.expires_in_ms)
+            seconds(reservation.expires_in_ms),
+            reservation.id
         )));
     }
     if let Some(job) = job {
@@ -569,7 +573,7 @@ attention: own kernels: libcudnn.so.9 cannot be loaded
   x blender         ████▊                      16.0 GiB  foreign, pid 4242
   y other processes █▏                          4.0 GiB  foreign
   . free            █████▊                     19.5 GiB
-    kept free for training: 10.0 GiB, 55 s left
+    kept free for training: 10.0 GiB, 55 s left; moored release r
   ▶ GenerateImage job-1 for studio: denoise step 5 of 20 ━━━━━━────────────────── me/model+full, 4.2 s
 
 job-2  queued, 1 ahead  Load for studio  me/model+full  0.0 s

@@ -378,7 +378,8 @@ fn track_of(
             "a track takes one --reference: leave the others out".to_owned(),
         ));
     }
-    let lyrics = track.lyrics.as_deref().map(text).transpose()?;
+    let lyrics = track.lyrics.as_deref().or(options.lyrics.as_deref());
+    let lyrics = lyrics.map(text).transpose()?;
     let task = match track.task {
         Some(task) => task_of(task),
         None => v1::AudioTask::from_str_name(&recipe.task.to_uppercase()).unwrap_or_default(),
@@ -388,7 +389,7 @@ fn track_of(
     Ok(Asked::Audio(v1::GenerateAudioRequest {
         model: Some(common.model),
         prompt,
-        lyrics: lyrics.or(options.lyrics.clone()).unwrap_or(recipe.lyrics),
+        lyrics: lyrics.unwrap_or(recipe.lyrics),
         seconds: options.seconds.or(recipe.seconds).unwrap_or(0.0),
         count: options.sampling.count,
         omit_metadata,

@@ -10,6 +10,7 @@ use clap::{Args, Subcommand};
 use config::{Address, ClientSettings, Config, bounded};
 use serde_json::{Value, json};
 
+use crate::arguments::time;
 use crate::{CliError, connection, screen};
 
 #[derive(Debug, Args)]
@@ -53,8 +54,8 @@ pub(super) struct Make {
     #[arg(long, default_value = "generate")]
     role: Role,
     /// After which time it expires, such as 30d [default: never]
-    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
-    expires: Option<Duration>,
+    #[arg(long, value_name = "TIME", value_parser = time)]
+    expires: Option<humantime::Duration>,
     /// Most jobs that wait or run at a time
     #[arg(long, value_name = "NUMBER")]
     jobs: Option<u64>,
@@ -135,7 +136,7 @@ fn make(store: &TokenStore, options: Make, as_json: bool) -> Result<(), CliError
         &options.name,
         options.role,
         allowance,
-        options.expires,
+        options.expires.map(Duration::from),
         SystemTime::now(),
     )?;
     if as_json {
@@ -144,7 +145,10 @@ fn make(store: &TokenStore, options: Make, as_json: bool) -> Result<(), CliError
         return screen::json(&value);
     }
     screen::text(secret.reveal())?;
-    screen::note(&format!("{}; it is not shown again", sentence(&record)));
+    screen::note(&format!(
+        "{}; it is not shown again. A service that runs knows it within a second or two",
+        sentence(&record)
+    ));
     if !was_asked_for {
         screen::note("it is the first: from now on every client of this service needs a token");
     }

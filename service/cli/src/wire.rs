@@ -64,7 +64,8 @@ pub(crate) enum WireError {
     /// The certificate is not trusted, or belongs to another name.
     #[error(
         "the certificate of {endpoint} is not trusted: {problem}\n  client.ca_file or MOORED_CA_FILE names the PEM file of its \
-         authority; the address has to name the machine as its certificate does"
+         authority, --fingerprint the SHA-256 of a certificate that the service has made itself (`moored token use` keeps it); the \
+         address has to name the machine as its certificate does"
     )]
     Certificate { endpoint: String, problem: String },
     /// The certificate is another one than that which is pinned.

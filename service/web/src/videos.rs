@@ -276,10 +276,14 @@ pub(crate) async fn list(
         jobs.reverse();
     }
     let first = match &page.after {
-        Some(after) => jobs
-            .iter()
-            .position(|job| job.info.id.to_string() == *after)
-            .map_or(0, |at| at + 1),
+        Some(after) => {
+            let last = jobs.iter().position(|job| job.info.id.to_string() == *after);
+            // From the beginning again, a client that goes through all pages would never end.
+            1 + last.ok_or_else(|| {
+                let problem = format!("there is no film {after} any more: begin again without it");
+                Failure::field("after", problem)
+            })?
+        }
         None => 0,
     };
     let count = page.limit.unwrap_or(PAGE);

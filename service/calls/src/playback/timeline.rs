@@ -81,7 +81,7 @@ struct Fade {
     given_up: Option<Take>,
     /// Its weight when it began to fade.
     weight: f64,
-    /// Samples until it is silent; at most as many as it has left.
+    /// Samples until it is silent; at most as many as it has left, and as the segment that sounds has.
     length: u64,
     done: u64,
 }
@@ -241,9 +241,22 @@ impl Timeline {
             from,
             given_up: failed,
             weight,
-            length: self.settings.crossfade.min(left),
+            length: self.longest_fade(resumed).min(left),
             done: 0,
         });
+        self.end_fades();
+    }
+
+    /// Samples that another segment may take to fade out beneath one that sounds from here on. A fade is rendered with that segment
+    /// alone, and none begins before it is over: a longer one would end nowhere.
+    fn longest_fade(&self, over: Cursor) -> u64 {
+        match self.settings.repeats {
+            true => self.settings.crossfade,
+            false => {
+                let left = self.length(over.segment).saturating_sub(over.at);
+                self.settings.crossfade.min(left)
+            }
+        }
     }
 
     /// The position that the earlier segment would have reached by now.
@@ -275,10 +288,15 @@ impl Timeline {
         if made == 0 {
             return (None, change);
         }
+        // At its end a segment is repeated from its beginning.
+        let first_of_segment = match self.settings.repeats && cursor.at >= self.length(cursor.segment) {
+            true => 0,
+            false => cursor.at,
+        };
         let rendered = Rendered {
             first,
             segment: cursor.segment,
-            first_of_segment: cursor.at,
+            first_of_segment,
             samples,
         };
         (Some(rendered), change)
@@ -349,7 +367,11 @@ impl Timeline {
         let Some((number, start)) = self.next() else {
             return Change::default();
         };
-        let at = self.entry(number, start);
+        let next = Cursor {
+            segment: number,
+            at: self.entry(number, start),
+            is_repeated: false,
+        };
         let (made, before) = (self.made, self.sounding);
         if let Some(cursor) = before {
             let take = self
@@ -363,7 +385,7 @@ impl Timeline {
                 from: cursor,
                 given_up: None,
                 weight,
-                length: self.settings.crossfade.min(left),
+                length: self.longest_fade(next).min(left),
                 done: 0,
             });
             let is_whole = self.whole_length(cursor.segment).is_some();
@@ -379,11 +401,8 @@ impl Timeline {
             began_at: made,
             from: 0.0,
         });
-        self.sounding = Some(Cursor {
-            segment: number,
-            at,
-            is_repeated: false,
-        });
+        self.sounding = Some(next);
+        self.end_fades();
         let last = before.map(|cursor| cursor.segment);
         let kept = [last, self.before.map(|before| before.cursor.segment)];
         let earlier: Vec<u32> = self.segments.range(..number).map(|(number, _)| *number).collect();

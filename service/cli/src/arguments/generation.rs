@@ -89,20 +89,20 @@ pub(crate) struct Settings {
     #[arg(long, value_enum, help_heading = "Film and track")]
     pub(crate) medium: Option<MediumChoice>,
     /// Film: number of frames
-    #[arg(long, help_heading = "Film and track")]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..), help_heading = "Film and track")]
     pub(crate) frames: Option<u32>,
     /// Film: frames per second
-    #[arg(long, help_heading = "Film and track")]
+    #[arg(long, value_parser = more_than_zero, help_heading = "Film and track")]
     pub(crate) fps: Option<f32>,
     /// Film: most frames to decode at a time, such as 16, 4 or 1: fewer need less memory, and give the same pixels
-    #[arg(long, value_name = "NUMBER", help_heading = "Film and track")]
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Film and track")]
     pub(crate) frames_at_a_time: Option<u32>,
     /// Film and track: the length
-    #[arg(long, conflicts_with = "frames", help_heading = "Film and track")]
+    #[arg(long, conflicts_with = "frames", value_parser = more_than_zero, help_heading = "Film and track")]
     pub(crate) seconds: Option<f32>,
-    /// Track: the lyrics
-    #[arg(long, value_name = "TEXT", help_heading = "Film and track")]
-    pub(crate) lyrics: Option<String>,
+    /// Track: file with the lyrics, with marks such as `[verse]` and `[chorus]`
+    #[arg(long, value_name = "FILE", help_heading = "Film and track")]
+    pub(crate) lyrics: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) job: JobSettings,
     /// Of `moored play` alone.
@@ -143,10 +143,10 @@ pub(crate) struct SamplingArguments {
     #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..), help_heading = "Sampling")]
     pub(crate) cards: Option<u32>,
     /// Seed; item i uses seed + i [default: random]
-    #[arg(long, help_heading = "Sampling", allow_negative_numbers = true)]
+    #[arg(long, help_heading = "Sampling")]
     pub(crate) seed: Option<u64>,
     /// How many pictures, films or tracks
-    #[arg(short = 'n', long, default_value_t = 1, help_heading = "Sampling")]
+    #[arg(short = 'n', long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..), help_heading = "Sampling")]
     pub(crate) count: u32,
     /// Longest prompt, in tokens of the large text encoder
     #[arg(long, value_name = "TOKENS", help_heading = "Sampling")]
@@ -180,6 +180,21 @@ fn sampler_named(name: &str) -> Result<Sampler, String> {
     name.parse()
 }
 
+/// A length of time.
+pub(crate) fn time(text: &str) -> Result<humantime::Duration, String> {
+    text.parse()
+        .map_err(|_| "a number with its unit is wanted, such as 30s, 5m, 2h or 1h30m".to_owned())
+}
+
+/// A number for which 0 would mean that none is given.
+pub(crate) fn more_than_zero(text: &str) -> Result<f32, String> {
+    let number: f32 = text.parse().map_err(|_| "a number is wanted".to_owned())?;
+    match number > 0.0 {
+        true => Ok(number),
+        false => Err("a number above 0 is wanted".to_owned()),
+    }
+}
+
 /// How a job is run.
 #[derive(Debug, Default, Args)]
 pub(crate) struct JobSettings {
@@ -190,10 +205,10 @@ pub(crate) struct JobSettings {
     #[arg(long, value_name = "SIZE", value_parser = gpu::parse_bytes, help_heading = "Job")]
     pub(crate) headroom: Option<Bytes>,
     /// How long to wait for memory that other programs hold, e.g. 10s
-    #[arg(long, value_name = "TIME", help_heading = "Job")]
+    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "Job")]
     pub(crate) patience: Option<humantime::Duration>,
     /// How long to ask again, as often as the service says, where its queue is full or a limit is reached, e.g. 5m
-    #[arg(long, value_name = "TIME", help_heading = "Job")]
+    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "Job")]
     pub(crate) retry: Option<humantime::Duration>,
     /// Priority in the queue
     #[arg(long, value_enum, default_value_t = PriorityChoice::Normal, help_heading = "Job")]

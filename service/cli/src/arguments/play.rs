@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
+use super::generation::more_than_zero;
 use super::{
     Formats, Generate, JobSettings, MediumChoice, OutputArguments, Prompts, SamplingArguments, Settings,
 };
@@ -19,7 +20,7 @@ pub(crate) struct Play {
     #[arg(long)]
     pub(crate) pull: bool,
     /// Length in seconds [default: that of the source, else the model's]
-    #[arg(long, help_heading = "Track")]
+    #[arg(long, value_parser = more_than_zero, help_heading = "Track")]
     pub(crate) seconds: Option<f32>,
     /// The WAV or FLAC file that the task works on, or to start from
     #[arg(long, value_name = "FILE", help_heading = "Track")]

@@ -197,7 +197,14 @@ impl Card {
                 self.ledger.abort_load(&component.id)?;
                 self.reconcile_after_change()?;
                 self.publish(link);
-                tracing::warn!(component = component.name, id = %component.id, %error, "a load failed");
+                match error {
+                    LoadError::Cancelled => {
+                        tracing::info!(component = component.name, id = %component.id, "a load was cancelled");
+                    }
+                    _ => {
+                        tracing::warn!(component = component.name, id = %component.id, %error, "a load failed");
+                    }
+                }
                 return Err(MoveError::of_read(error, &component.name, source.files));
             }
         };

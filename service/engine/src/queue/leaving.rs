@@ -32,15 +32,14 @@ impl Leaving<'_> {
         }
     }
 
-    /// Whether both entries have exactly the same components: then they are one model with two names, and both leave.
-    fn is(&self, others: &[Component]) -> bool {
+    /// Whether another entry has all components of this one: it is the same model by another name, or with adapters, and whoever unloads
+    /// the model does not want that one kept.
+    fn is_within(&self, others: &[Component]) -> bool {
         let Leaving::Entry { components, .. } = self else {
             return false;
         };
-        let ids = |components: &[Component]| -> BTreeSet<ComponentId> {
-            components.iter().map(|c| c.id.clone()).collect()
-        };
-        ids(components) == ids(others)
+        let is_there = |own: &Component| others.iter().any(|other| other.id == own.id);
+        components.iter().all(is_there)
     }
 }
 
@@ -93,7 +92,7 @@ impl<'a> View<'a> {
             if let Some(holder) = holder.filter(|_| is_own) {
                 return Some(KeptBecause::Held(Some(holder.to_owned())));
             }
-            let is_whole = || !leaving.is(known.components(dtype)) && self.stays_whole(key, known, index);
+            let is_whole = || !leaving.is_within(known.components(dtype)) && self.stays_whole(key, known, index);
             if !is_own && (self.claims.is_pinned(key) || holder.is_some() || in_use() || is_whole()) {
                 shared.get_or_insert_with(|| KeptBecause::Shared(key.to_owned()));
             }

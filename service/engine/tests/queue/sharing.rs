@@ -9,7 +9,7 @@ use engine::messages::{Command, Order, Outcome, Work};
 use engine::queue::{Queue, Settings, UnloadReport};
 use residency::Bytes;
 
-use crate::fixture::{entry, load, picture};
+use crate::fixture::{entry, load, picture, with_adapters};
 use crate::worker::{
     Wire, Worker, at_rest, completed, end, one_card, one_card_with, settle, stage_of, start,
 };
@@ -127,6 +127,30 @@ async fn an_unload_keeps_components_of_another_complete_model() {
     resident(&queue, &mut worker, entry("small")).await;
     let report = unload(&queue, &mut worker, None).await;
     assert_eq!((report.freed.len(), report.kept.len()), (5, 0), "everything");
+    at_rest(&queue).await;
+}
+
+/// Whoever unloads a model does not want it kept for a request with adapters that has ended.
+#[tokio::test(start_paused = true)]
+async fn an_unload_of_a_model_frees_it_though_it_was_used_with_adapters_too() {
+    let (queue, mut worker) = one_card().await;
+    let adapted = with_adapters(picture("a", "me", "a cat"), &["style"]).entry;
+    resident(&queue, &mut worker, entry("a")).await;
+    resident(&queue, &mut worker, Arc::clone(&adapted)).await;
+    let report = unload(&queue, &mut worker, Some(entry("a"))).await;
+    assert_eq!((report.freed.len(), names(&report).1), (3, Vec::new()));
+    let report = unload(&queue, &mut worker, Some(Arc::clone(&adapted))).await;
+    assert_eq!(names(&report), (vec!["adapter:style:transformer"], Vec::new()));
+
+    resident(&queue, &mut worker, entry("a")).await;
+    resident(&queue, &mut worker, Arc::clone(&adapted)).await;
+    let report = unload(&queue, &mut worker, Some(adapted)).await;
+    assert_eq!(
+        (report.freed.len(), report.kept.len()),
+        (1, 3),
+        "the model itself is whole without the adapter"
+    );
+    unload(&queue, &mut worker, None).await;
     at_rest(&queue).await;
 }
 

@@ -178,6 +178,51 @@ fn a_repeated_segment_keeps_its_length_and_has_no_step() {
 }
 
 #[test]
+fn a_segment_that_is_shorter_than_the_fade_into_it_is_followed_by_the_next() {
+    for short in [1, 50, 300, 999, 1000, 1001] {
+        let mut timeline = Timeline::new(settings(1000, false));
+        for (segment, length) in [(1, 4000), (2, short), (3, 4000)] {
+            timeline.expect(segment, SegmentStart::WhenOver);
+            whole(&mut timeline, segment, 1000, length);
+        }
+        let all = sound(&mut timeline, 20_000);
+        let of_last = all.iter().filter(|(segment, _)| *segment == 3).count();
+        assert_eq!(of_last, 4000, "after a segment of {short} samples");
+        assert!(!timeline.is_within_segment());
+    }
+}
+
+#[test]
+fn an_immediate_segment_that_begins_near_its_end_is_followed_by_the_next() {
+    let mut timeline = Timeline::new(settings(50, false));
+    timeline.expect(1, SegmentStart::WhenOver);
+    whole(&mut timeline, 1, 1000, 1000);
+    assert_eq!(levels(&mut timeline, 290).len(), 290);
+    timeline.expect(2, SegmentStart::AtOnce);
+    whole(&mut timeline, 2, 1000, 300);
+    timeline.expect(3, SegmentStart::WhenOver);
+    whole(&mut timeline, 3, 1000, 400);
+    let segments: Vec<u32> = sound(&mut timeline, 2000)
+        .into_iter()
+        .map(|(segment, _)| segment)
+        .collect();
+    assert_eq!(segments, [[2; 10].to_vec(), [3; 400].to_vec()].concat());
+}
+
+#[test]
+fn a_chunk_at_a_repetition_begins_with_the_segments_first_sample() {
+    let mut timeline = Timeline::new(settings(0, true));
+    timeline.expect(1, SegmentStart::WhenOver);
+    whole(&mut timeline, 1, 10, 300);
+    let mut places = Vec::new();
+    for _ in 0..4 {
+        let (rendered, _) = timeline.render(150);
+        places.extend(rendered.map(|rendered| rendered.first_of_segment));
+    }
+    assert_eq!(places, [0, 150, 0, 150]);
+}
+
+#[test]
 fn the_old_segment_resumes_in_time_if_the_new_one_fails() {
     let mut timeline = Timeline::new(settings(0, true));
     timeline.expect(1, SegmentStart::WhenOver);
@@ -410,4 +455,32 @@ proptest::proptest! {
             }
         }
     }
+
+    /// Segments of any length that are whole sound in their order, and the last one to its end.
+    #[test]
+    fn segments_that_are_there_sound_to_the_end_of_the_last(
+        segments in proptest::collection::vec((1_u64..300, 0_usize..3, 0_u64..200), 1..12),
+        crossfade in 0_u64..150,
+    ) {
+        let starts = [SegmentStart::WhenOver, SegmentStart::AtOnce, SegmentStart::AtOnceFromStart];
+        let mut timeline = Timeline::new(settings(crossfade, false));
+        for ((length, start, rendered), segment) in segments.iter().zip(1..) {
+            timeline.expect(segment, starts[*start]);
+            whole(&mut timeline, segment, 7, *length);
+            sound(&mut timeline, *rendered);
+        }
+        sound(&mut timeline, 10_000);
+        prop_assert_over(&mut timeline, segments.len() as u32)?;
+    }
+}
+
+/// Asserts that all segments are over, so that a further segment sounds.
+fn prop_assert_over(timeline: &mut Timeline, last: u32) -> Result<(), proptest::test_runner::TestCaseError> {
+    proptest::prop_assert!(!timeline.is_within_segment());
+    timeline.expect(last + 1, SegmentStart::WhenOver);
+    whole(timeline, last + 1, 7, 250);
+    let all = sound(timeline, 1000);
+    proptest::prop_assert_eq!(all.len(), 250);
+    proptest::prop_assert!(all.iter().all(|(segment, _)| *segment == last + 1));
+    Ok(())
 }
