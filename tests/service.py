@@ -182,10 +182,26 @@ def clean_environment() -> dict[str, str]:
 
 def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     """A command of the binary."""
+    return _run([str(BINARY), *arguments], options)
+
+
+def run_with_a_full_disk(
+    *arguments: str, most_bytes: int = 0, **options: object
+) -> subprocess.CompletedProcess[str]:
+    """A command that can write no file of more bytes; pipes take what they are given.
+
+    A shell sets that: between fork and exec Python would run in a process that has lost gRPC's threads, and
+    gRPC aborts there.
+    """
+    limited = f'trap \'\' XFSZ; ulimit -f {most_bytes // 512}; exec "$0" "$@"'
+    return _run(["sh", "-c", limited, str(BINARY), *arguments], options)
+
+
+def _run(command: list[str], options: dict[str, object]) -> subprocess.CompletedProcess[str]:
     settings: dict[str, object] = {
         "capture_output": True,
         "text": True,
         "timeout": 120,
         "env": clean_environment(),
     }
-    return subprocess.run([str(BINARY), *arguments], **(settings | options))  # type: ignore[call-overload]
+    return subprocess.run(command, **(settings | options))  # type: ignore[call-overload]

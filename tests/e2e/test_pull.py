@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import pty
-import resource
 import select
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from hub import Hub, Repository, files_of, git_blob, is_large, sha256
 from test_stored_formats import GgufKind, in_bfl_names, read_safetensors, write_gguf
 from waiting import wait_until
 
-from service import BINARY, ROOT, Service, run
+from service import BINARY, ROOT, Service, run, run_with_a_full_disk
 
 MODEL = "me/mine"
 RIGHT = "hf_secret"
@@ -545,12 +544,7 @@ def test_a_disk_that_fills_during_a_pull_is_told_and_the_pull_goes_on_later(
 ) -> None:
     """Not even the first bytes can be written, though the disk said that it has room."""
     environment = hub.environment(home)
-
-    def full() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-    refused = run("pull", MODEL, "--json", env=environment, preexec_fn=full)
+    refused = run_with_a_full_disk("pull", MODEL, "--json", most_bytes=4096, env=environment)
     reason, message = failed(refused)
     assert reason == "PULL_FAILED"
     assert str(cache_of(home)) in message, "who pulls is told where"

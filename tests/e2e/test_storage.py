@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +11,10 @@ from pathlib import Path
 import moored
 import pytest
 
-from service import INSTANT_MODELS, Service, clean_environment, run
+from service import INSTANT_MODELS, Service, clean_environment, run, run_with_a_full_disk
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 NOBODY = 65534
-
-
-def with_a_full_disk() -> None:
-    """Every write to a file fails, as on a full disk; pipes take what they are given."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -57,7 +50,7 @@ def test_a_full_disk_leaves_secrets_as_they_were(
     before = files_in(tmp_path)
     assert len(before) == 2
     arguments = command if command[1] in ("use", "forget") else (*command, *state)
-    failed = run(*arguments, input=TOKEN, env=own, preexec_fn=with_a_full_disk)
+    failed = run_with_a_full_disk(*arguments, input=TOKEN, env=own)
     assert failed.returncode in (1, 8), failed.stderr
     assert "too large" in failed.stderr, failed.stderr
     assert str(tmp_path) in failed.stderr, "the file or its folder is named"

@@ -481,7 +481,9 @@ impl Refusal {
             | v1::Reason::DiskNotReady
             | v1::Reason::NotKept
             | v1::Reason::ShuttingDown => "try again in a while",
-            v1::Reason::MemoryTaken => "`moored status` shows who holds memory; a job waits longer with --patience",
+            v1::Reason::MemoryTaken => {
+                "`moored status` shows who holds memory; a job waits longer with --patience"
+            }
             v1::Reason::LatentNotFound => "latents expire; queue.latent_ttl keeps them longer",
             v1::Reason::WorkerDied => "the service's log says how the worker ended",
             v1::Reason::SlowReader => "write results to a faster place, or ask for fewer in one call",

@@ -92,7 +92,8 @@ impl<'a> View<'a> {
             if let Some(holder) = holder.filter(|_| is_own) {
                 return Some(KeptBecause::Held(Some(holder.to_owned())));
             }
-            let is_whole = || !leaving.is_within(known.components(dtype)) && self.stays_whole(key, known, index);
+            let is_whole =
+                || !leaving.is_within(known.components(dtype)) && self.stays_whole(key, known, index);
             if !is_own && (self.claims.is_pinned(key) || holder.is_some() || in_use() || is_whole()) {
                 shared.get_or_insert_with(|| KeptBecause::Shared(key.to_owned()));
             }
