@@ -32,7 +32,7 @@ async def main() -> None:
                         await reserved.release()
                 path = (await stream.result()).save("shared.png")
         finally:
-            # Whoever reserves gives back: what was not waited for would be kept until it expires.
+            # A reservation that nobody waited for would last until it expires.
             if reserved.released is None:
                 await reserved.release()
         print(f"artist: wrote {path}")

@@ -613,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_no_request_takes_is_refused_with_its_option() {
+    fn numbers_and_times_that_no_request_takes_are_refused_by_their_option() {
         for (arguments, words) in [
             ("generate x --steps -3", "'-3' for '--steps"),
             ("generate x -n 0", "'0' for '--count"),

@@ -378,8 +378,7 @@ fn track_of(
             "a track takes one --reference: leave the others out".to_owned(),
         ));
     }
-    let lyrics = track.lyrics.as_deref().or(options.lyrics.as_deref());
-    let lyrics = lyrics.map(text).transpose()?;
+    let lyrics = options.lyrics.as_deref().map(text).transpose()?;
     let task = match track.task {
         Some(task) => task_of(task),
         None => v1::AudioTask::from_str_name(&recipe.task.to_uppercase()).unwrap_or_default(),

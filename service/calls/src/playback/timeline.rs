@@ -244,6 +244,7 @@ impl Timeline {
             length: self.longest_fade(resumed).min(left),
             done: 0,
         });
+        // Where the segment before is over too, nothing is rendered that would end it.
         self.end_fades();
     }
 
@@ -402,7 +403,6 @@ impl Timeline {
             from: 0.0,
         });
         self.sounding = Some(next);
-        self.end_fades();
         let last = before.map(|cursor| cursor.segment);
         let kept = [last, self.before.map(|before| before.cursor.segment)];
         let earlier: Vec<u32> = self.segments.range(..number).map(|(number, _)| *number).collect();

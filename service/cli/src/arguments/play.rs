@@ -22,6 +22,9 @@ pub(crate) struct Play {
     /// Length in seconds [default: that of the source, else the model's]
     #[arg(long, value_parser = more_than_zero, help_heading = "Track")]
     pub(crate) seconds: Option<f32>,
+    /// File with the lyrics, with marks such as `[verse]` and `[chorus]`
+    #[arg(long, value_name = "FILE", help_heading = "Track")]
+    pub(crate) lyrics: Option<PathBuf>,
     /// The WAV or FLAC file that the task works on, or to start from
     #[arg(long, value_name = "FILE", help_heading = "Track")]
     pub(crate) source: Option<PathBuf>,
@@ -46,9 +49,6 @@ pub(crate) struct Play {
 #[derive(Debug, Default, Args)]
 #[command(next_help_heading = "Track")]
 pub(crate) struct TrackSettings {
-    /// File with the lyrics, with marks such as `[verse]` and `[chorus]`
-    #[arg(long, value_name = "FILE")]
-    pub(crate) lyrics: Option<PathBuf>,
     /// What to make of the source [default: a new track]
     #[arg(long, value_enum, requires = "source")]
     pub(crate) task: Option<TaskChoice>,
@@ -105,6 +105,7 @@ impl Play {
                 track: self.track,
                 medium: Some(MediumChoice::Audio),
                 seconds: self.seconds,
+                lyrics: self.lyrics,
                 init: self.source,
                 reference: self.reference.into_iter().collect(),
                 ..Settings::default()

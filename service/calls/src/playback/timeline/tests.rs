@@ -210,6 +210,22 @@ fn an_immediate_segment_that_begins_near_its_end_is_followed_by_the_next() {
 }
 
 #[test]
+fn a_segment_that_fails_after_the_one_before_it_is_over_is_followed_by_the_next() {
+    let mut timeline = Timeline::new(settings(50, false));
+    timeline.expect(1, SegmentStart::WhenOver);
+    whole(&mut timeline, 1, 1000, 300);
+    timeline.expect(2, SegmentStart::AtOnceFromStart);
+    assert_eq!(levels(&mut timeline, 200).len(), 200);
+    timeline.add(2, &part(1000, 1000, 0, 500)).unwrap();
+    assert_eq!(levels(&mut timeline, 400).len(), 400, "past the end of the first");
+    timeline.fail(2);
+    timeline.expect(3, SegmentStart::WhenOver);
+    whole(&mut timeline, 3, 1000, 400);
+    let segments = sound(&mut timeline, 1000);
+    assert_eq!(segments.iter().filter(|(segment, _)| *segment == 3).count(), 400);
+}
+
+#[test]
 fn a_chunk_at_a_repetition_begins_with_the_segments_first_sample() {
     let mut timeline = Timeline::new(settings(0, true));
     timeline.expect(1, SegmentStart::WhenOver);
@@ -470,12 +486,15 @@ proptest::proptest! {
             sound(&mut timeline, *rendered);
         }
         sound(&mut timeline, 10_000);
-        prop_assert_over(&mut timeline, segments.len() as u32)?;
+        check_all_are_over(&mut timeline, segments.len() as u32)?;
     }
 }
 
-/// Asserts that all segments are over, so that a further segment sounds.
-fn prop_assert_over(timeline: &mut Timeline, last: u32) -> Result<(), proptest::test_runner::TestCaseError> {
+/// Checks that all segments are over, so that a further segment sounds.
+fn check_all_are_over(
+    timeline: &mut Timeline,
+    last: u32,
+) -> Result<(), proptest::test_runner::TestCaseError> {
     proptest::prop_assert!(!timeline.is_within_segment());
     timeline.expect(last + 1, SegmentStart::WhenOver);
     whole(timeline, last + 1, 7, 250);
